@@ -1,0 +1,261 @@
+"""The command `embodied-rl`: reads what the user asks for, shows every fault at once, and hands over.
+
+Exit codes: 0 done, 1 failed, 2 faults in what was asked (nothing was started), 130 interrupted. Everything
+heavy is imported where it is used, so that help and a dry run are quick.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from embodied_rl.config import Config
+    from embodied_rl.faults import Fault
+
+app = typer.Typer(
+    help="Train vision-language-action policies by reinforcement learning in robot simulators.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+@app.command()
+def train(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RECIPE KEY=VALUE",
+            help="A recipe (`embodied-rl recipes`), the path of a YAML file or a run directory, then keys to "
+            "override (`embodied-rl keys`). Default recipe: maniskill_pushcube_ppo.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue the newest run of this recipe, or the run directory given."),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Check everything, print configuration, plan and memory; start nothing."
+        ),
+    ] = False,
+) -> None:
+    """Train a policy.
+
+    For example: embodied-rl train cartpole_ppo env.num_envs=16 algorithm.lr=1e-3
+    """
+    with _interruptible():
+        from embodied_rl.faults import defaulted_keys
+        from embodied_rl.preflight import preflight
+        from embodied_rl.recipe import DEFAULT_RECIPE, load_recipe, recipe_name, run_directory
+        from embodied_rl.runs import choose_run_dir
+
+        words = list(words or [])
+        recipe = words.pop(0) if words and _is_recipe(words[0]) else DEFAULT_RECIPE
+        config, faults = load_recipe(recipe, words)
+        given_run = run_directory(recipe)
+        resumed = str(given_run) if resume and given_run else resume
+        run_dir, run_faults = choose_run_dir(config, recipe_name(recipe), resumed)
+        faults += run_faults
+        faults += preflight(config, run_dir, resume, dry_run, defaulted_keys(faults))
+        if faults:
+            _refuse(faults, "training")
+        if dry_run:
+            from embodied_rl.dry_run import print_dry_run
+
+            print_dry_run(config, run_dir, resume)
+            return
+        from embodied_rl.train import train as start
+
+        raise typer.Exit(
+            start(config, run_dir, resume=resume, command=shlex.join(["embodied-rl", *sys.argv[1:]]))
+        )
+
+
+@app.command("eval")
+def evaluate(
+    run_or_checkpoint: Annotated[
+        Path,
+        typer.Argument(help="A run directory (its newest checkpoint is taken) or a checkpoint directory."),
+    ],
+    episodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Default: the run's evaluation.final_episodes.", show_default=False),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Seed of the initial states; default: the run's.", show_default=False),
+    ] = None,
+    videos: Annotated[
+        int | None, typer.Option(min=0, help="Default: the run's evaluation.videos.", show_default=False)
+    ] = None,
+    stochastic: Annotated[
+        bool, typer.Option("--stochastic", help="Sample actions instead of the mean.")
+    ] = False,
+) -> None:
+    """Measure the success rate of a trained policy."""
+    with _interruptible():
+        from embodied_rl.preflight import environment_faults
+
+        checkpoint = _find_checkpoint(run_or_checkpoint)
+        config = _stored_config(checkpoint)
+        if faults := environment_faults(config, dry_run=False):
+            _refuse(faults, "evaluation")
+        from embodied_rl.evaluate import evaluate_checkpoint
+
+        parent = checkpoint.absolute().parent
+        raise typer.Exit(
+            evaluate_checkpoint(
+                checkpoint,
+                run_dir=parent.parent if parent.name == "checkpoints" else None,
+                episodes=config.evaluation.final_episodes if episodes is None else episodes,
+                seed=seed,
+                videos=config.evaluation.videos if videos is None else videos,
+                deterministic=not stochastic,
+            )
+        )
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    curve: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Also draw the learning curve.")
+    ] = None,
+) -> None:
+    """Write report.html of a run."""
+    with _interruptible():
+        from embodied_rl.report import write_curve, write_report
+
+        if not (run / "metrics.jsonl").is_file():
+            _refuse([_not_a_run(run, "has no metrics.jsonl")], "the report")
+        typer.echo(write_report(run))
+        if curve is not None:
+            write_curve(run, curve)
+            typer.echo(curve)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: simulators, rendering, devices; with the command that repairs each."""
+    with _interruptible():
+        from embodied_rl.doctor import print_report
+
+        raise typer.Exit(print_report())
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that come with the package."""
+    from embodied_rl.recipe import recipe_names
+
+    names = recipe_names()
+    width = max(map(len, names))
+    for name, summary in names.items():
+        typer.echo(f"{name:{width}}  {summary}")
+
+
+@app.command()
+def keys(
+    start: Annotated[str, typer.Argument(metavar="[SECTION]", help="Only keys that start with this.")] = "",
+) -> None:
+    """List the configuration keys: what each takes, its default, what it means."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from embodied_rl.faults import Fault, any_of, show
+    from embodied_rl.schema import all_keys, nearest_keys
+
+    chosen = [key for key in all_keys().values() if key.name.startswith(start)]
+    if not chosen:
+        near = nearest_keys(start)
+        _refuse(
+            [Fault("key", start, "no such key", f"nearest key: {any_of(near)}" if near else "")], "the list"
+        )
+    console = Console(soft_wrap=True, highlight=False)
+    for key in chosen:
+        console.print(
+            Text.assemble((key.name, "bold"), f" = {show(key.default)}", (f"  {key.expected}", "dim"))
+        )
+        if key.description:
+            console.print(Text(f"    {key.description}"))
+
+
+# --- helpers ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(130) from None
+
+
+def _is_recipe(word: str) -> bool:
+    return "=" not in word or Path(word).exists()
+
+
+def _refuse(faults: Sequence[Fault], action: str) -> NoReturn:
+    from embodied_rl.faults import print_faults
+
+    print_faults(faults, action)
+    raise typer.Exit(2)
+
+
+def _find_checkpoint(path: Path) -> Path:
+    """The checkpoint at `path`, or the newest sound one of the run there; refuses with what is wrong."""
+    from embodied_rl.checkpoint import latest_checkpoint, problems
+    from embodied_rl.faults import Fault
+
+    if (path / "checkpoints").is_dir():
+        checkpoint, skipped = latest_checkpoint(path)
+        for warning in skipped:
+            typer.echo(warning, err=True)
+        if checkpoint is None:
+            _refuse([Fault("run", str(path), "no usable checkpoint", "")], "evaluation")
+        return checkpoint
+    if not path.is_dir():
+        _refuse([_not_a_run(path, "no such directory")], "evaluation")
+    if wrong := problems(path):
+        _refuse([Fault("checkpoint", str(path), problem) for problem in wrong], "evaluation")
+    return path
+
+
+def _stored_config(checkpoint: Path) -> Config:
+    from pydantic import ValidationError
+
+    from embodied_rl.checkpoint import read_manifest
+    from embodied_rl.config import Config
+    from embodied_rl.faults import Fault
+
+    try:
+        return Config.model_validate(read_manifest(checkpoint).config)
+    except ValidationError as error:
+        keys = ", ".join(".".join(map(str, detail["loc"])) for detail in error.errors())
+        problem = f"its configuration is not one of this version: {keys}"
+        _refuse(
+            [Fault("checkpoint", str(checkpoint), problem, "use the version that wrote it")], "evaluation"
+        )
+
+
+def _not_a_run(path: Path, problem: str) -> Fault:
+    from embodied_rl.faults import Fault
+    from embodied_rl.runs import runs_in
+
+    known = [str(run) for run in runs_in(path.parent)][:5]
+    return Fault("run", str(path), problem, f"runs: {', '.join(known)}" if known else "")

@@ -1,0 +1,206 @@
+"""The typed configuration of a run: every key, its type, its range and its default.
+
+A recipe (`recipes/*.yaml`) is a short layer over these defaults. Reading recipes and overrides lives in
+`recipe.py`; checks that need the machine (simulator installed, assets there) live in `preflight.py`.
+This module imports nothing heavy: `--dry-run` depends on it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+RunName = Annotated[
+    str,
+    Field(
+        pattern=r"^\w[\w.+-]*$",
+        json_schema_extra={
+            "expected": "one directory name of letters, digits and . _ + -, without path separators"
+        },
+    ),
+]
+
+
+class Section(BaseModel):
+    """A group of keys. Unknown keys are errors: nothing is ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class EnvConfig(Section):
+    """What is simulated. Steps are env steps (sub-steps of a chunk)."""
+
+    kind: Literal["maniskill", "gymnasium"] = "maniskill"
+    id: str = "PushCube-v1"
+    num_envs: Positive = 8
+    processes: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="env processes on a CPU; default: one for each CPU slot of the env placement",
+    )
+    horizon: Positive | None = Field(
+        default=None, description="env steps after which an episode is truncated; default: the env's own"
+    )
+    observation: tuple[Literal["state", "image"], ...] = Field(default=("state",), min_length=1)
+    instruction: str | None = Field(default=None, description="language instruction; default: the task's own")
+    reward_scale: float = 1.0
+    success_bonus: float = Field(
+        default=0.0, description="added to the reward of a step that ends in success, before scaling"
+    )
+    ignore_terminations: bool = Field(
+        default=False, description="keep stepping after success or failure, until the horizon"
+    )
+    fixed_actions: dict[int, float] = Field(
+        default_factory=dict,
+        description="action dimension -> value it is held at; the policy does not see it",
+    )
+    control_mode: str | None = Field(default=None, description="ManiSkill controller; default: the env's own")
+    reward_mode: Literal["normalized_dense", "dense", "sparse", "none"] = Field(
+        default="normalized_dense", description="ManiSkill"
+    )
+    sim_freq: Positive | None = Field(default=None, description="ManiSkill physics rate, Hz")
+    control_freq: Positive | None = Field(default=None, description="ManiSkill control rate, Hz")
+    sim_backend: Literal["auto", "cpu", "gpu"] = Field(
+        default="auto", description="ManiSkill; auto takes a GPU where there is one"
+    )
+    image_size: Annotated[int, Field(ge=16, le=1024)] = Field(default=128, description="pixels, square")
+    shader: Literal["minimal", "default"] = Field(default="minimal", description="ManiSkill camera shader")
+    step_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=120.0, description="an env process silent for longer is replaced"
+    )
+
+
+class PolicyConfig(Section):
+    kind: Literal["mlp"] = "mlp"
+    hidden: tuple[Positive, ...] = (128, 128)
+    chunk: Positive = Field(default=1, description="consecutive actions from one policy call")
+    log_std: Annotated[float, Field(ge=-5, le=2)] = Field(
+        default=-0.5, description="initial log standard deviation of actions"
+    )
+    normalise_observations: bool = True
+    observation_clip: Annotated[float, Field(gt=0)] = 8.0
+
+
+class RolloutConfig(Section):
+    steps: Positive = Field(
+        default=36, description="env steps of each env in one iteration; chunk steps times chunk length"
+    )
+    pipeline_stages: Positive = Field(
+        default=2, description="groups of envs: one steps while another is inferred"
+    )
+
+
+class AlgorithmConfig(Section):
+    name: Literal["ppo", "grpo"] = "ppo"
+    gamma: Fraction = Field(default=0.99, description="discount per chunk step")
+    lam: Fraction = Field(default=0.95, description="GAE lambda")
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    value_lr: Annotated[float, Field(gt=0)] | None = Field(default=None, description="default: lr")
+    lr_schedule: Literal["constant", "linear"] = "constant"
+    epochs: Positive = Field(default=4, description="passes over each iteration's batch")
+    minibatches: Positive = Field(default=4, description="optimiser steps in each pass")
+    micro_batch: Positive | None = Field(
+        default=None, description="chunk steps in one forward pass; default: the whole minibatch"
+    )
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    ratio_level: Literal["token", "action", "chunk"] = "chunk"
+    aggregation: Literal["token-mean", "sequence-mean", "sequence-sum-constant"] = "token-mean"
+    value_clip: Annotated[float, Field(gt=0)] | None = None
+    value_loss: Literal["mse", "huber"] = "mse"
+    huber_delta: Annotated[float, Field(gt=0)] = 10.0
+    value_coef: NonNegative = 1.0
+    entropy_coef: NonNegative = 0.0
+    target_kl: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="stop the passes of an iteration beyond it"
+    )
+    max_grad_norm: Annotated[float, Field(gt=0)] = 0.5
+    normalise_advantage: Literal["minibatch", "batch", "none"] = "minibatch"
+    group_size: Positive = Field(default=8, description="GRPO: episodes from one initial state")
+    group_advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"] = "grpo"
+    group_score: Literal["success", "return"] = Field(
+        default="return", description="GRPO: what is compared inside a group"
+    )
+    filter_low: Fraction | None = Field(
+        default=None, description="GRPO: drop groups whose mean success is lower"
+    )
+    filter_high: Fraction | None = Field(
+        default=None, description="GRPO: drop groups whose mean success is higher"
+    )
+
+
+class TrainConfig(Section):
+    iterations: Positive = 100
+    stop_at_success: Fraction | None = Field(
+        default=None, description="stop once an evaluation during training reaches it"
+    )
+    checkpoint_every: Positive = Field(
+        default=10, description="iterations; the last iteration is always saved"
+    )
+    keep_checkpoints: Positive = 3
+
+
+class EvaluationConfig(Section):
+    """Success on seeds that training never uses; the final evaluation has seeds of its own."""
+
+    every: Annotated[int, Field(ge=0)] = Field(default=10, description="iterations; 0: only at the end")
+    episodes: Positive = Field(default=32, description="episodes of an evaluation during training")
+    final_episodes: Positive = 100
+    deterministic: bool = Field(default=True, description="the policy's mean action")
+    videos: Annotated[int, Field(ge=0)] = Field(
+        default=2, description="videos of the final evaluation, failures first"
+    )
+
+
+class TrackingConfig(Section):
+    project: str = "embodied-rl"
+    wandb: Literal["auto", "online", "offline", "disabled"] = Field(
+        default="auto", description="auto: online if a key is known"
+    )
+    tensorboard: bool = True
+
+
+class ClusterConfig(Section):
+    address: str | None = Field(default=None, description="Ray cluster to join; default: this machine")
+    cpu_slots: Positive | None = Field(
+        default=None, description="CPU slots that count as devices; default: usable cores"
+    )
+    timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=600.0, description="longest wait for a worker in one call"
+    )
+
+
+class Config(Section):
+    """One run. See `recipes/` for examples."""
+
+    name: RunName | None = Field(
+        default=None, description="run directory under run_root; default: the recipe's name"
+    )
+    run_root: str = Field(default="runs", min_length=1, description="directory that holds the runs")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    deterministic: bool = Field(
+        default=False, description="infer in fixed blocks, so that results do not depend on pipeline stages"
+    )
+    inference_block: Positive = Field(
+        default=1, description="envs in one inference block under `deterministic`"
+    )
+    placement: str = Field(
+        default="actor, rollout, env: all", description="which devices each worker group uses"
+    )
+    env: EnvConfig = EnvConfig()
+    policy: PolicyConfig = PolicyConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def chunk_steps(self) -> int:
+        """T: policy calls per env in one iteration."""
+        return self.rollout.steps // self.policy.chunk

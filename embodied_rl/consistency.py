@@ -1,0 +1,206 @@
+"""Checks between keys of a configuration, each answered with the nearest valid values. Needs no simulator."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Literal
+
+from embodied_rl.config import Config, EnvConfig
+from embodied_rl.faults import Fault, nearest_divisors, nearest_multiples, show
+
+GROUPS = ("actor", "rollout", "env")
+MANISKILL_KEYS = (
+    "control_mode",
+    "reward_mode",
+    "sim_freq",
+    "control_freq",
+    "sim_backend",
+    "image_size",
+    "shader",
+)
+
+# A fault, and the keys that the check read: it is void if one of them was not understood.
+Finding = tuple[tuple[str, ...], Fault]
+
+
+def consistency_faults(config: Config, defaulted: Collection[str] = ()) -> list[Fault]:
+    """Faults between keys; checks that involve a key in `defaulted` are left out."""
+    checks = (
+        _env_counts,
+        _steps,
+        _batches,
+        _algorithm,
+        _observation,
+        _simulator_keys,
+        _placement,
+    )
+    return [fault for check in checks for keys, fault in check(config) if not set(keys) & set(defaulted)]
+
+
+def visible_devices(config: Config) -> tuple[int, Literal["cpu", "gpu"]] | None:
+    """The number and kind of this machine's devices; None (unknown) if the run joins a cluster.
+
+    As `scheduler.cluster.local_device_count`, without importing Ray.
+    """
+    if config.cluster.address or os.environ.get("RAY_ADDRESS"):
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    driver = Path("/proc/driver/nvidia/gpus")
+    listed = [g for g in visible.split(",") if g] if visible is not None else driver.glob("*")
+    gpus = len(list(listed))
+    if gpus and config.cluster.cpu_slots is None:
+        return gpus, "gpu"
+    return config.cluster.cpu_slots or len(os.sched_getaffinity(0)), "cpu"
+
+
+def episode_fault(config: Config, horizon: int, source: str) -> Fault | None:
+    """GRPO compares whole episodes, so a rollout must hold one; `source` names where `horizon` comes from."""
+    if config.algorithm.name != "grpo" or config.rollout.steps >= horizon:
+        return None
+    enough = math.ceil(horizon / config.policy.chunk) * config.policy.chunk
+    problem = f"shorter than one episode ({source} {horizon}), and GRPO compares whole episodes"
+    return Fault("rollout.steps", config.rollout.steps, problem, f"nearest valid: {enough}")
+
+
+def _env_counts(config: Config) -> Iterator[Finding]:
+    envs, stages, group = config.env.num_envs, config.rollout.pipeline_stages, config.algorithm.group_size
+    grpo = config.algorithm.name == "grpo"
+    block = config.inference_block if config.deterministic else 1
+    keys: tuple[str, ...] = (
+        "env.num_envs",
+        "rollout.pipeline_stages",
+        "algorithm.name",
+        "algorithm.group_size",
+    )
+    unit = stages * math.lcm(group if grpo else 1, block)
+    near_envs = nearest_multiples(envs, unit)
+    if envs % stages:
+        hint = f"nearest valid: {near_envs}; or rollout.pipeline_stages {nearest_divisors(stages, envs)}"
+        yield keys, Fault("env.num_envs", envs, f"not divisible by rollout.pipeline_stages ({stages})", hint)
+    per_stage = envs // stages if envs % stages == 0 else envs
+    if grpo and group < 2:
+        yield (
+            keys,
+            Fault("algorithm.group_size", group, "GRPO compares at least 2 episodes", "nearest valid: 2"),
+        )
+    elif grpo and per_stage % group:
+        of = f"the {per_stage} envs of a pipeline stage" if per_stage < envs else f"env.num_envs ({envs})"
+        near = nearest_divisors(group, per_stage, minimum=2)
+        hint = (f"nearest valid: {near}; or " if near else "") + f"env.num_envs {near_envs}"
+        yield keys, Fault("algorithm.group_size", group, f"does not divide {of}: a group is never cut", hint)
+    keys = ("env.num_envs", "rollout.pipeline_stages", "deterministic", "inference_block")
+    if envs % stages == 0 and per_stage % block:
+        hint = f"nearest valid: {nearest_divisors(block, per_stage)}; or env.num_envs {near_envs}"
+        problem = f"does not divide the {per_stage} envs of a pipeline stage"
+        yield keys, Fault("inference_block", block, problem, hint)
+    keys = ("env.num_envs", "rollout.pipeline_stages", "env.processes")
+    processes = config.env.processes
+    if processes is not None and processes > envs / stages:
+        problem = (
+            f"more than the envs of a pipeline stage (env.num_envs {envs} / rollout.pipeline_stages {stages})"
+        )
+        yield keys, Fault("env.processes", processes, problem, f"nearest valid: {max(1, envs // stages)}")
+
+
+def _steps(config: Config) -> Iterator[Finding]:
+    steps, chunk, horizon = config.rollout.steps, config.policy.chunk, config.env.horizon
+    keys: tuple[str, ...] = ("rollout.steps", "policy.chunk")
+    if steps % chunk:
+        near_chunks = nearest_divisors(chunk, steps)
+        hint = f"nearest valid: {nearest_multiples(steps, chunk)}; or policy.chunk {near_chunks}"
+        yield keys, Fault("rollout.steps", steps, f"not divisible by policy.chunk ({chunk})", hint)
+    if horizon is None:
+        return
+    keys = (*keys, "env.horizon")
+    if horizon % chunk:
+        near = nearest_divisors(chunk, *([horizon] if steps % chunk else [horizon, steps]))
+        hint = f"nearest valid: {near}; or env.horizon {nearest_multiples(horizon, chunk)}"
+        yield keys, Fault("policy.chunk", chunk, f"does not divide env.horizon ({horizon})", hint)
+    elif fault := episode_fault(config, horizon, "env.horizon"):
+        yield (*keys, "algorithm.name"), fault
+
+
+def _batches(config: Config) -> Iterator[Finding]:
+    batch, minibatches = config.chunk_steps * config.env.num_envs, config.algorithm.minibatches
+    if minibatches > batch:
+        keys = ("algorithm.minibatches", "env.num_envs", "rollout.steps", "policy.chunk")
+        problem = f"more than the {batch} chunk steps of an iteration"
+        yield keys, Fault("algorithm.minibatches", minibatches, problem, f"nearest valid: {batch}")
+    if config.train.stop_at_success is not None and config.evaluation.every == 0:
+        problem = "needs evaluations during training, and evaluation.every is 0"
+        fault = Fault(
+            "train.stop_at_success", config.train.stop_at_success, problem, "set evaluation.every >= 1"
+        )
+        yield ("train.stop_at_success", "evaluation.every"), fault
+
+
+def _algorithm(config: Config) -> Iterator[Finding]:
+    algorithm = config.algorithm
+    low, high = algorithm.filter_low, algorithm.filter_high
+    if low is not None and high is not None and low >= high:
+        problem = f"not below algorithm.filter_high ({high:g}), so every group would be dropped"
+        fault = Fault("algorithm.filter_low", low, problem, f"a value below {high:g}")
+        yield ("algorithm.filter_low", "algorithm.filter_high"), fault
+    if algorithm.clip_high < algorithm.clip_low:
+        problem = f"below algorithm.clip_low ({algorithm.clip_low:g})"
+        fault = Fault(
+            "algorithm.clip_high", algorithm.clip_high, problem, f"nearest valid: {algorithm.clip_low:g}"
+        )
+        yield ("algorithm.clip_low", "algorithm.clip_high"), fault
+    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1 + algorithm.clip_high:
+        problem = f"not above 1 + algorithm.clip_high ({1 + algorithm.clip_high:g})"
+        fault = Fault("algorithm.dual_clip", algorithm.dual_clip, problem, "the paper's value is 3")
+        yield ("algorithm.dual_clip", "algorithm.clip_high"), fault
+
+
+def _observation(config: Config) -> Iterator[Finding]:
+    if config.policy.kind == "mlp" and "state" not in config.env.observation:
+        fault = Fault(
+            "env.observation",
+            list(config.env.observation),
+            "the mlp policy sees the state",
+            "nearest valid: [state]",
+        )
+        yield ("env.observation", "policy.kind"), fault
+
+
+def _simulator_keys(config: Config) -> Iterator[Finding]:
+    env = config.env
+    if env.kind != "maniskill":
+        for name in MANISKILL_KEYS:
+            value, default = getattr(env, name), getattr(EnvConfig(), name)
+            if value != default:
+                fault = Fault(
+                    f"env.{name}",
+                    value,
+                    f"only ManiSkill has it, and env.kind is {env.kind}",
+                    f"nearest valid: {show(default)}",
+                )
+                yield ("env.kind", f"env.{name}"), fault
+    elif env.sim_freq and env.control_freq and env.sim_freq % env.control_freq:
+        problem = f"does not divide env.sim_freq ({env.sim_freq})"
+        hint = f"nearest valid: {nearest_divisors(env.control_freq, env.sim_freq)}"
+        yield ("env.sim_freq", "env.control_freq"), Fault("env.control_freq", env.control_freq, problem, hint)
+
+
+def _placement(config: Config) -> Iterator[Finding]:
+    from scheduler.placement import parse_placement
+
+    keys: tuple[str, ...] = ("placement", "cluster.cpu_slots", "cluster.address")
+    devices = visible_devices(config)
+    # A cluster's devices are counted when it is joined; here any number may exist.
+    count, kind = devices or (2**12, "gpu")
+    try:
+        placed = parse_placement(config.placement, count, GROUPS, kind)
+    except ValueError as error:
+        yield keys, Fault("placement", config.placement, str(error), "for example: actor, rollout, env: all")
+        return
+    ranks, envs, stages = len(placed["env"].ranks), config.env.num_envs, config.rollout.pipeline_stages
+    if devices and envs % stages == 0 and envs % (ranks * stages):
+        keys = (*keys, "env.num_envs", "rollout.pipeline_stages")
+        problem = f"does not divide over {ranks} env ranks with {stages} pipeline stages each"
+        hint = f"nearest valid: {nearest_multiples(envs, ranks * stages)}"
+        yield keys, Fault("env.num_envs", envs, problem, hint)

@@ -1,0 +1,29 @@
+"""What a run says when it ends badly: the first cause, and the command that goes on from there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def reported(resume_command: str | None) -> Iterator[None]:
+    """Print a worker's failure instead of a driver traceback; the block is left, and the caller returns an error.
+
+    Args:
+        resume_command: printed below the cause, where there is something to resume.
+    """
+    from envs.base import EnvError
+    from scheduler.channel import ChannelTimeout
+    from scheduler.worker import WorkerFailed
+
+    try:
+        yield
+    except (WorkerFailed, EnvError, ChannelTimeout, TimeoutError) as error:
+        print(f"\n{error}", file=sys.stderr)
+        if isinstance(error, WorkerFailed):
+            print(f"\nThe run ended because {error.worker} {error.summary}.", file=sys.stderr)
+        if resume_command:
+            print(f"Resume with: {resume_command}", file=sys.stderr)
+        sys.stderr.flush()

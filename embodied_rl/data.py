@@ -1,0 +1,112 @@
+"""The batches that cross worker boundaries, with their shapes.
+
+T chunk steps, N envs (n of them in one stream), C actions in a chunk, A action dimensions.
+A stream is one pipeline stage of one env worker: what is stepped, inferred and sent as one batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from envs.base import ChunkResult, Episode
+
+
+@dataclass(frozen=True)
+class StreamId:
+    """Which env worker and which of its pipeline stages."""
+
+    env_rank: int
+    stage: int
+
+    @property
+    def key(self) -> str:
+        """The channel key of this stream."""
+        return f"{self.env_rank}.{self.stage}"
+
+
+@dataclass
+class Observed:
+    """Env to rollout: the observation to act on, and the outcome of the chunk before (None at the start).
+
+    `slots` [n] and `draws` [n] say which random numbers each env takes next.
+    """
+
+    stream: StreamId
+    step: int
+    observation: dict[str, Any]
+    slots: np.ndarray
+    draws: np.ndarray
+    outcome: ChunkResult | None = None
+
+
+@dataclass
+class Trajectories:
+    """Rollout to actor: one stream's rollout, time-major.
+
+    Attributes:
+        observation: tensors [T, n, ...].
+        token, logprob: [T, n, C, A].
+        value: [T, n].
+        next_value: [T, n]; V(final observation) where an episode ended, else V(next observation).
+        reward, terminated, truncated, valid: [T, n, C].
+        success: [T, n] bool; an episode ended here with success at any time.
+        env_ids: [n].
+    """
+
+    stream: StreamId
+    observation: dict[str, Tensor]
+    token: Tensor
+    logprob: Tensor
+    value: Tensor
+    next_value: Tensor
+    reward: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    valid: Tensor
+    success: Tensor
+    lost: Tensor
+    env_ids: Tensor
+
+    @staticmethod
+    def concatenate(parts: list[Trajectories]) -> Trajectories:
+        """Streams side by side, in their order, as one [T, N]."""
+        parts = sorted(parts, key=lambda part: (part.stream.env_rank, part.stream.stage))
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts], dim=1)
+            for name in ("token", "logprob", "value", "next_value", "reward", "terminated", "truncated", "valid",
+                         "success", "lost")
+        }
+        observation = {
+            key: torch.cat([part.observation[key] for part in parts], dim=1) for key in parts[0].observation
+        }
+        env_ids = torch.cat([part.env_ids for part in parts])
+        return Trajectories(stream=parts[0].stream, observation=observation, env_ids=env_ids, **joined)
+
+
+@dataclass
+class RolloutReport:
+    """Env worker to driver: what happened in one rollout."""
+
+    episodes: list[Episode] = field(default_factory=list)
+    env_steps: int = 0
+    seconds: float = 0.0
+    busy_fraction: float = 0.0
+    replaced_processes: int = 0
+    lost_episodes: int = 0
+
+    @staticmethod
+    def merge(reports: list[RolloutReport]) -> RolloutReport:
+        """One report for all env workers."""
+        return RolloutReport(
+            episodes=[episode for report in reports for episode in report.episodes],
+            env_steps=sum(report.env_steps for report in reports),
+            seconds=max(report.seconds for report in reports),
+            busy_fraction=sum(report.busy_fraction for report in reports) / len(reports),
+            replaced_processes=sum(report.replaced_processes for report in reports),
+            lost_episodes=sum(report.lost_episodes for report in reports),
+        )

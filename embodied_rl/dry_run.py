@@ -1,0 +1,150 @@
+"""What `--dry-run` prints: the resolved configuration, where everything would run, and in how much memory.
+
+From the configuration and the number of devices alone; nothing is started, so sizes that only a running env
+knows are assumed, and said to be.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.text import Text
+
+from embodied_rl.config import Config
+from embodied_rl.consistency import GROUPS, visible_devices
+from embodied_rl.preflight import unchecked
+from embodied_rl.schema import all_keys, flat
+from scheduler.placement import GroupPlacement, parse_placement
+
+GB = 1e9
+ENV_PROCESS_GB = {"maniskill": 0.8, "gymnasium": 0.1}
+WORKER_GB = 0.45
+# Assumed where only a running env knows: numbers in an observation, action dimensions, cameras.
+STATE_SIZE, ACTION_SIZE, CAMERAS = 64, 8, 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who runs where. `processes`: env processes in each env rank."""
+
+    device_kind: str
+    placed: dict[str, GroupPlacement]
+    processes: int
+    envs_per_process: int
+    chunk_steps: int
+    batch: int
+    optimiser_steps: int
+
+
+def make_plan(config: Config) -> Plan:
+    """The plan of a configuration without faults. A cluster to join is taken to have one GPU."""
+    count, kind = visible_devices(config) or (1, "gpu")
+    placed = parse_placement(config.placement, count, GROUPS, kind)
+    env_ranks = placed["env"].ranks
+    envs = math.ceil(config.env.num_envs / len(env_ranks))
+    on_gpu = config.env.kind == "maniskill" and config.env.sim_backend != "cpu" and kind == "gpu"
+    slots = 1 if on_gpu else len(env_ranks[0])
+    processes = config.env.processes or min(slots, max(1, envs // config.rollout.pipeline_stages))
+    return Plan(
+        device_kind=kind,
+        placed=placed,
+        processes=processes,
+        envs_per_process=math.ceil(envs / processes),
+        chunk_steps=config.chunk_steps,
+        batch=config.chunk_steps * config.env.num_envs,
+        optimiser_steps=config.algorithm.epochs * config.algorithm.minibatches,
+    )
+
+
+def memory_estimate(config: Config, plan: Plan) -> dict[str, tuple[float, str]]:
+    """GB of host memory by part, each with the formula it comes from."""
+    env_processes = plan.processes * len(plan.placed["env"].ranks)
+    workers = sum(len(group.ranks) for group in plan.placed.values())
+    each = ENV_PROCESS_GB[config.env.kind]
+    image = CAMERAS * config.env.image_size**2 * 3 if "image" in config.env.observation else 0
+    state = 4 * STATE_SIZE if "state" in config.env.observation else 0
+    chunk = config.policy.chunk
+    # Action, sample and log-prob of each dimension; reward and 3 flags of each sub-step; value, advantage.
+    step_bytes = state + image + chunk * (3 * 4 * ACTION_SIZE + 7) + 8
+    widths = (STATE_SIZE, *config.policy.hidden)
+    body = sum(fan_in * fan_out + fan_out for fan_in, fan_out in zip(widths, widths[1:], strict=False))
+    heads = (widths[-1] + 1) * ACTION_SIZE * chunk + widths[-1] + 1
+    parameters = 2 * body + heads
+    copies = len(plan.placed["actor"].ranks) * 16 + len(plan.placed["rollout"].ranks) * 4
+    return {
+        "env processes": (env_processes * each, f"{env_processes} x {each:g} GB ({config.env.kind})"),
+        "workers": (workers * WORKER_GB, f"{workers} x {WORKER_GB:g} GB"),
+        "rollout buffer": (plan.batch * step_bytes / GB, f"{plan.batch} chunk steps x {step_bytes} bytes"),
+        "network": (
+            parameters * copies / GB,
+            f"{parameters} parameters x (4 weights + 8 Adam + 4 gradients bytes in an actor, 4 in a rollout)",
+        ),
+    }
+
+
+def print_dry_run(config: Config, run_dir: Path, resume: bool) -> None:
+    """Prints configuration, plan, memory estimate and what was not checked to stdout."""
+    console = Console(soft_wrap=True, highlight=False)
+    plan = make_plan(config)
+    _heading(console, "Configuration", "keys that differ from their defaults are marked")
+    console.print(_marked_yaml(config))
+    _heading(console, "Plan", f"{'resumes' if resume else 'would write to'} {run_dir}")
+    for name, group in plan.placed.items():
+        devices = ", ".join(map(str, group.devices))
+        console.print(f"  {name:8} {len(group.ranks)} rank(s) on {plan.device_kind} {devices}")
+    console.print(
+        f"  envs     {config.env.num_envs} in all; {plan.processes} process(es) for each env rank, up to "
+        f"{plan.envs_per_process} envs in each; {config.rollout.pipeline_stages} pipeline stage(s)"
+    )
+    console.print(
+        f"  T        {plan.chunk_steps} chunk steps of {config.policy.chunk} action(s) for each env"
+    )
+    console.print(
+        f"  batch    {plan.batch} chunk steps an iteration, {plan.batch * config.policy.chunk} env steps"
+    )
+    console.print(
+        f"  updates  {plan.optimiser_steps} optimiser steps an iteration ({config.algorithm.epochs} epochs x "
+        f"{config.algorithm.minibatches} minibatches), {config.train.iterations} iterations"
+    )
+    estimate = memory_estimate(config, plan)
+    _heading(
+        console,
+        "Memory, estimated",
+        f"assumes {STATE_SIZE} numbers in the state, {ACTION_SIZE} action dimensions, {CAMERAS} camera",
+    )
+    for name, (gigabytes, formula) in estimate.items():
+        console.print(f"  {name:15} {gigabytes:8.3f} GB = {formula}")
+    console.print(f"  {'in all':15} {sum(gigabytes for gigabytes, _ in estimate.values()):8.3f} GB")
+    _heading(console, "Not checked", "nothing was started")
+    for item in unchecked(config):
+        console.print(f"  - {item}")
+
+
+def _heading(console: Console, title: str, note: str) -> None:
+    console.print(Text.assemble((title, "bold"), f" ({note})"))
+
+
+def _marked_yaml(config: Config) -> Text:
+    """The configuration as YAML; a changed key is green and carries its default as a comment."""
+    values, text, open_section = flat(config.model_dump(mode="json")), Text(), ""
+    for name, key in all_keys().items():
+        section, _, leaf = name.rpartition(".")
+        if section != open_section:
+            text.append(f"{section}:\n")
+            open_section = section
+        line = f"{'  ' if section else ''}{leaf}: {_flow(values[name])}"
+        if values[name] == key.default:
+            text.append(f"{line}\n")
+        else:
+            text.append(f"{line}  # default: {_flow(key.default)}\n", "bold green")
+    text.rstrip()
+    return text
+
+
+def _flow(value: Any) -> str:
+    return yaml.safe_dump([value], default_flow_style=True, width=10_000).strip()[1:-1]

@@ -1,0 +1,158 @@
+"""Success rates on seeds that training never uses, with their interval, record and videos."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from embodied_rl.config import Config
+from embodied_rl.tracking import Tracker
+from envs.base import EnvError, Episode, evaluation_seed
+
+VALIDATION_SEED = 0  # evaluations during training
+TEST_SEED = 1_000_000  # the final evaluation: seeds that no decision of the run has seen
+VIDEO_FPS = 10
+
+
+def wilson_interval(successes: int, episodes: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % score interval of a success rate (Wilson, 1927); (0, 1) without episodes."""
+    if episodes == 0:
+        return 0.0, 1.0
+    rate, spread = successes / episodes, z * z / episodes
+    middle = (rate + spread / 2) / (1 + spread)
+    half = z * math.sqrt(rate * (1 - rate) / episodes + spread / (4 * episodes)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def evaluation_metrics(episodes: Sequence[Episode], has_success: bool, prefix: str = "eval") -> dict[str, float]:
+    """Means over episodes under the names of the metrics files; empty without episodes."""
+    if not episodes:
+        return {}
+    mean = lambda name: sum(float(getattr(episode, name)) for episode in episodes) / len(episodes)  # noqa: E731
+    metrics = {f"{prefix}/return": mean("episode_return"), f"{prefix}/episode_length": mean("length")}
+    if has_success:
+        metrics |= {f"{prefix}/success_once": mean("success_once"), f"{prefix}/success_at_end": mean("success_at_end")}
+    return metrics
+
+
+def write_record(
+    run_dir: Path, episodes: Sequence[Episode], has_success: bool, config: Config, base_seed: int, deterministic: bool,
+    checkpoint: str,
+) -> dict[str, Any]:
+    """Write `evaluation.json`: every episode, the rates, and the fingerprint of what was evaluated."""
+    successes = sum(episode.success_once for episode in episodes)
+    record: dict[str, Any] = {
+        "n": len(episodes),
+        "successes": successes if has_success else None,
+        "interval_95": wilson_interval(successes, len(episodes)) if has_success else None,
+        "seeds": {"first": evaluation_seed(base_seed, 0), "count": len(episodes), "base": base_seed},
+        "fingerprint": {
+            "env": config.env.model_dump(mode="json"),
+            "deterministic": deterministic,
+            "checkpoint": checkpoint,
+            "versions": {name: _version(name) for name in ("embodied-rl", "mani_skill", "sapien", "gymnasium", "torch")},
+        },
+        "episodes": [
+            {
+                "seed": episode.seed, "success_once": episode.success_once, "success_at_end": episode.success_at_end,
+                "return": episode.episode_return, "length": episode.length,
+            }
+            for episode in episodes
+        ],
+    }
+    for key, value in evaluation_metrics(episodes, has_success, "").items():
+        record[key.removeprefix("/")] = value
+    temporary = run_dir / "evaluation.json.tmp"
+    temporary.write_text(json.dumps(record, indent=1))
+    os.replace(temporary, run_dir / "evaluation.json")
+    return record
+
+
+def describe(record: dict[str, Any]) -> str:
+    """One line for the console."""
+    if record["successes"] is None:
+        return f"return {record['return']:.1f} over {record['n']} episodes on seeds that training never used"
+    low, high = record["interval_95"]
+    return (
+        f"success {record['success_once']:.3f} ({record['successes']}/{record['n']}, 95% interval {low:.3f} to {high:.3f})"
+        " on seeds that training never used"
+    )
+
+
+def record_videos(
+    team: Any, episodes: Sequence[Episode], count: int, run_dir: Path, tracker: Tracker, step: int
+) -> tuple[list[Path], str]:
+    """Write videos of episodes, failures first; returns their paths, and why there are none if so."""
+    from embodied_rl.video import write_mp4
+    from scheduler.worker import WorkerFailed
+
+    chosen = sorted(episodes, key=lambda episode: (episode.success_once, episode.seed))
+    if len(chosen) > count > 1 and not chosen[count - 1].success_once:
+        chosen = [*chosen[: count - 1], chosen[-1]]  # a success too, where there is one
+    chosen = chosen[:count]
+    if not chosen:
+        return [], ""
+    try:
+        films = team.render(chosen)
+    except (WorkerFailed, EnvError) as error:
+        return [], str(error).split("\n")[0]
+    paths = []
+    for episode, film in zip(chosen, films, strict=True):
+        outcome = "success" if episode.success_once else "failure"
+        path = run_dir / "videos" / f"seed_{episode.seed}_{outcome}.mp4"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_mp4(path, film, VIDEO_FPS)
+        tracker.video(step, f"videos/{outcome}_{episode.seed}", path)
+        paths.append(path)
+    return paths, ""
+
+
+def evaluate_checkpoint(
+    checkpoint: Path, run_dir: Path | None, episodes: int, seed: int | None, videos: int, deterministic: bool
+) -> int:
+    """Evaluate a checkpoint and print the result; returns an exit code.
+
+    Args:
+        run_dir: where the record and the videos go (beside the checkpoint's run); a new directory if None.
+        seed: first evaluation seed, as an offset; None: the final evaluation's own.
+    """
+    from embodied_rl.checkpoint import read_manifest
+    from embodied_rl.console import reported
+    from embodied_rl.team import Team
+    from embodied_rl.tracking import NullTracker
+    from scheduler.cluster import Cluster
+
+    manifest = read_manifest(checkpoint)
+    config = Config(**manifest.config)
+    base_seed = TEST_SEED if seed is None else seed
+    target = (run_dir or Path(tempfile.mkdtemp(prefix="embodied-rl-eval-"))) / "evaluations" / checkpoint.name
+    target.mkdir(parents=True, exist_ok=True)
+    print(f"evaluating {checkpoint} on {config.env.id}: {episodes} episodes", flush=True)
+    with reported(None), Cluster(config.cluster.address, config.cluster.cpu_slots, config.cluster.timeout_s) as cluster:
+        team = Team(config, cluster, ("rollout", "env"))
+        team.rollout.load_checkpoint(checkpoint.absolute()).wait(config.cluster.timeout_s)
+        found = team.evaluate(episodes, base_seed, deterministic)
+        record = write_record(target, found, team.spec.has_success, config, base_seed, deterministic, str(checkpoint))
+        print(describe(record))
+        paths, why_none = record_videos(team, found, videos, target, NullTracker(), manifest.step)
+        print(f"record      {target / 'evaluation.json'}")
+        for path in paths:
+            print(f"video       {path}")
+        if why_none:
+            print(f"no videos: {why_none}")
+        team.close()
+        return 0
+    return 1
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

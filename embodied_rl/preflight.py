@@ -1,0 +1,200 @@
+"""Checks of a configuration against this machine, before a process starts: simulator, env id, assets,
+rendering, run directory, and what is to be resumed. Imports neither Ray, torch nor a simulator.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import tempfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from embodied_rl.checkpoint import latest_checkpoint, read_manifest
+from embodied_rl.config import Config
+from embodied_rl.consistency import episode_fault, visible_devices
+from embodied_rl.faults import Fault, any_of, show
+from embodied_rl.runs import runs_in
+from embodied_rl.schema import all_keys, flat
+from envs.catalog import download_command, gymnasium_envs, maniskill_envs, missing_assets
+
+# What a resumed run may change: how long, how watched and where it runs, not what is learned from what.
+MAY_CHANGE = (
+    "train.",
+    "evaluation.",
+    "tracking.",
+    "cluster.",
+    "run_root",
+    "name",
+    "placement",
+    "env.processes",
+    "env.step_timeout_s",
+)
+
+
+def preflight(
+    config: Config, run_dir: Path, resume: bool, dry_run: bool, defaulted: Collection[str] = ()
+) -> list[Fault]:
+    """Everything on this machine that keeps the run from starting.
+
+    Args:
+        dry_run: leave out what takes a process of its own (the search for a Vulkan device).
+        defaulted: keys that were not understood; checks that need them are left out.
+    """
+    faults = environment_faults(config, dry_run, defaulted)
+    if fault := _unwritable(run_dir):
+        faults.append(fault)
+    elif resume:
+        faults += _resume_faults(config, run_dir, defaulted)
+    return faults
+
+
+def environment_faults(config: Config, dry_run: bool, defaulted: Collection[str] = ()) -> list[Fault]:
+    """What keeps the env from being made here: simulator, id, assets, rendering, GPU."""
+    if "env.kind" in defaulted:
+        return []
+    checks = _maniskill_faults if config.env.kind == "maniskill" else _gymnasium_faults
+    return [fault for keys, fault in checks(config, dry_run) if not set(keys) & set(defaulted)]
+
+
+def unchecked(config: Config) -> list[str]:
+    """What a dry run does not check, each as a sentence's part."""
+    items = ["whether the env starts", "the size of observations and actions"]
+    if config.env.kind == "maniskill" and ("image" in config.env.observation or config.evaluation.videos):
+        items.insert(0, "whether a Vulkan device can render (`embodied-rl doctor` does)")
+    if visible_devices(config) is None:
+        items.append("the placement, against the devices of the cluster that the run joins")
+    return items
+
+
+# --- the env ------------------------------------------------------------------------------------------------
+
+
+def _maniskill_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str, ...], Fault]]:
+    from embodied_rl.doctor import simulator_problem, vulkan_problem
+
+    env = config.env
+    if problem := simulator_problem("maniskill"):
+        what, _, command = problem.partition("; ")
+        yield ("env.kind",), Fault("env.kind", env.kind, what, command)
+        return
+    known = maniskill_envs()
+    if env.id not in known:
+        hint = _near_ids(env.id, known, "gymnasium", gymnasium_envs())
+        yield ("env.id",), Fault("env.id", env.id, "no such ManiSkill env", hint)
+    elif missing := missing_assets(env.id):
+        problem = f"its assets are not downloaded: {', '.join(missing)}"
+        yield ("env.id",), Fault("env.id", env.id, problem, f"run: {download_command(missing)}")
+    steps = known[env.id].max_episode_steps if env.id in known else None
+    yield from _own_horizon(config, steps)
+    if "image" in env.observation and not dry_run and (problem := vulkan_problem()):
+        hint = "see `embodied-rl doctor`, or train from state: env.observation=[state]"
+        yield (
+            ("env.observation",),
+            Fault("env.observation", list(env.observation), f"images need {problem}", hint),
+        )
+    devices = visible_devices(config)
+    if env.sim_backend == "gpu" and devices is not None and devices[1] != "gpu":
+        fault = Fault(
+            "env.sim_backend", env.sim_backend, "no GPU among this run's devices", "nearest valid: auto"
+        )
+        yield ("env.sim_backend", "cluster.cpu_slots"), fault
+
+
+def _gymnasium_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str, ...], Fault]]:
+    env = config.env
+    if importlib.util.find_spec("gymnasium") is None:
+        yield (
+            ("env.kind",),
+            Fault("env.kind", env.kind, "gymnasium is not installed", "run: pip install gymnasium"),
+        )
+        return
+    module, colon, _ = env.id.partition(":")
+    if colon:  # gymnasium imports the module, which registers the env
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            yield (
+                ("env.id",),
+                Fault("env.id", env.id, f"no module {module}", f"install what provides {module}"),
+            )
+        return
+    known = gymnasium_envs()
+    if env.id not in known:
+        hint = _near_ids(env.id, known, "maniskill", maniskill_envs())
+        yield ("env.id",), Fault("env.id", env.id, "no such gymnasium env", hint)
+        return
+    entry = known[env.id]
+    if entry.needs and importlib.util.find_spec(entry.needs) is None:
+        problem = f"needs the module {entry.needs}, which is not installed"
+        extra = "jax" if entry.needs == "jax" else entry.needs.lower()
+        yield ("env.id",), Fault("env.id", env.id, problem, f"run: pip install 'gymnasium[{extra}]'")
+    yield from _own_horizon(config, entry.max_episode_steps)
+
+
+def _own_horizon(config: Config, steps: int | None) -> Iterator[tuple[tuple[str, ...], Fault]]:
+    if (
+        config.env.horizon is None
+        and steps is not None
+        and (fault := episode_fault(config, steps, "the env's own"))
+    ):
+        yield ("env.id", "env.horizon", "rollout.steps", "policy.chunk", "algorithm.name"), fault
+
+
+def _near_ids(env_id: str, known: Collection[str], other_kind: str, others: Collection[str]) -> str:
+    if env_id in others:
+        return f"it is an env of env.kind {other_kind}"
+    by_lower = {name.lower(): name for name in known}
+    near = [name for lower, name in by_lower.items() if lower.startswith(env_id.lower())]
+    near += [
+        by_lower[lower] for lower in difflib.get_close_matches(env_id.lower(), by_lower, n=3, cutoff=0.5)
+    ]
+    return f"nearest: {any_of(list(dict.fromkeys(near))[:3])}" if near else f"for example {next(iter(known))}"
+
+
+# --- the run directory --------------------------------------------------------------------------------------
+
+
+def _unwritable(run_dir: Path) -> Fault | None:
+    """Creates a file in the run directory and leaves nothing behind: permissions would not tell for root."""
+    created: list[Path] = []
+    try:
+        for folder in (*reversed(run_dir.parents), run_dir):
+            if not folder.exists():
+                folder.mkdir()
+                created.append(folder)
+        with tempfile.NamedTemporaryFile(dir=run_dir):
+            return None
+    except OSError as error:
+        blocking = next((path for path in (run_dir, *run_dir.parents) if path.is_file()), None)
+        problem = f"{blocking} is a file, not a directory" if blocking else error.strerror or str(error)
+        return Fault(
+            "run directory", str(run_dir), f"cannot be written: {problem}", "choose another run_root=..."
+        )
+    finally:
+        for folder in reversed(created):
+            folder.rmdir()
+
+
+def _resume_faults(config: Config, run_dir: Path, defaulted: Collection[str]) -> list[Fault]:
+    checkpoint, skipped = latest_checkpoint(run_dir)
+    if checkpoint is None:
+        others = [str(path) for path in runs_in(run_dir.parent) if path != run_dir][:5]
+        candidates = (
+            f"runs with checkpoints: {', '.join(others)}" if others else "to start anew, leave --resume out"
+        )
+        if not skipped:
+            what = "has no checkpoint" if run_dir.is_dir() else "does not exist"
+            return [Fault("--resume", None, f"nothing to resume: {run_dir} {what}", candidates)]
+        wrong = "; ".join(warning.removeprefix("skipped ") for warning in skipped)
+        return [Fault("--resume", None, f"no usable checkpoint: {wrong}", candidates)]
+    defaults = {name: key.default for name, key in all_keys().items()}
+    old = defaults | flat(read_manifest(checkpoint).config)
+    new = flat(config.model_dump(mode="json"))
+    hint = f"to go on as it was: embodied-rl train {run_dir} --resume"
+    faults = []
+    for key in dict.fromkeys((*new, *old)):
+        if key.startswith(MAY_CHANGE) or key in defaulted or old.get(key) == new.get(key):
+            continue
+        what = "network" if key.startswith("policy.") else "env" if key.startswith("env.") else "run"
+        problem = f"a resumed run keeps its {what}; it was {show(old.get(key))} in {checkpoint.name}"
+        faults.append(Fault(key, show(new.get(key)), problem, hint))
+    return faults

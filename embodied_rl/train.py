@@ -1,0 +1,221 @@
+"""The embodied training run: roll out, learn, evaluate, save; then the final evaluation and the report."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from embodied_rl.checkpoint import latest_checkpoint
+from embodied_rl.config import Config
+from embodied_rl.console import reported
+from embodied_rl.data import RolloutReport
+from embodied_rl.evaluate import (
+    TEST_SEED,
+    VALIDATION_SEED,
+    describe,
+    evaluation_metrics,
+    record_videos,
+    write_record,
+)
+from embodied_rl.progress import TrainProgress, duration
+from embodied_rl.report import write_report
+from embodied_rl.team import Team
+from embodied_rl.tracking import Tracker
+from scheduler.cluster import Cluster
+from scheduler.trace import Event, busy_seconds, write_chrome_trace
+
+logger = logging.getLogger(__name__)
+TRACE_EVENTS = 20_000  # newest events kept for the timeline
+
+
+def train(config: Config, run_dir: Path, resume: bool, command: str) -> int:
+    """Run a whole training; returns the exit code.
+
+    Args:
+        run_dir: created here; holds everything the run leaves.
+        resume: go on from the newest sound checkpoint in `run_dir`.
+        command: what the user typed, for the report and the advice to resume.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    checkpoint = None
+    if resume:
+        checkpoint, warnings = latest_checkpoint(run_dir)
+        for warning in warnings:
+            print(f"warning: {warning}")
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    (run_dir / "command.txt").write_text(command + "\n")
+    log_file = run_dir / "log.txt"
+    logging.basicConfig(filename=log_file, level=logging.INFO, format="%(asctime)s driver %(levelname)s %(message)s", force=True)
+    step = int(checkpoint.name.removeprefix("step_")) if checkpoint else 0
+    tracker = Tracker(
+        run_dir, config.model_dump(mode="json"), project=config.tracking.project, name=run_dir.name,
+        wandb_mode=config.tracking.wandb, tensorboard=config.tracking.tensorboard,
+        resume_step=step if resume else None,
+    )
+    print(f"run {run_dir}" + (f", resumed after iteration {step}" if checkpoint else ""), flush=True)
+    resume_command = command if "--resume" in command else f"{command} --resume"
+    with tracker, reported(resume_command):
+        with Cluster(
+            config.cluster.address, config.cluster.cpu_slots, config.cluster.timeout_s, str(log_file.absolute())
+        ) as cluster:
+            training = Training(config, run_dir, tracker, Team(config, cluster))
+            try:
+                if checkpoint:
+                    training.load(checkpoint)
+                training.run()
+            finally:
+                training.write_trace()
+        _print_results(run_dir, tracker, training)
+        return 0
+    write_report(run_dir)
+    return 1
+
+
+class Training:
+    """The state of a running training."""
+
+    def __init__(self, config: Config, run_dir: Path, tracker: Tracker, team: Team) -> None:
+        self.config, self.run_dir, self.tracker, self.team = config, run_dir.absolute(), tracker, team
+        self.iteration = 0
+        self.env_steps = 0
+        self.episodes = 0
+        self.reached = False
+        self.replaced = 0
+        self.earlier_s = 0.0
+        self.started = time.monotonic()
+        self.events: deque[Event] = deque(maxlen=TRACE_EVENTS)
+        self.results: list[str] = []
+
+    # ------------------------------------------------------------------------------------------ the run
+
+    def run(self) -> None:
+        """Train to the end of the budget or the success aimed at, then evaluate."""
+        self.team.sync_weights()
+        total = self.config.train.iterations
+        with TrainProgress(total, start_iteration=self.iteration) as progress:
+            while self.iteration < total and not self.reached:
+                metrics = self._iterate()
+                progress.update(self.iteration, self.env_steps, metrics)
+        seconds = self.earlier_s + time.monotonic() - self.started
+        self.results.append(f"trained {self.env_steps:,} env steps in {duration(seconds)}, {self.iteration} iterations")
+        self._evaluate_finally()
+        self.team.close()
+
+    def _iterate(self) -> dict[str, float]:
+        start = time.monotonic()
+        report, policy_calls, learned = self.team.iterate(self.iteration)
+        self.team.sync_weights()
+        end = time.monotonic()
+        self.iteration += 1
+        self.env_steps += report.env_steps
+        self.episodes += len(report.episodes)
+        metrics = {**self._rollout_metrics(report), **learned, **self._performance(report, policy_calls, start, end)}
+        metrics |= self._evaluate_if_due()
+        last = self.iteration == self.config.train.iterations or self.reached
+        self.tracker.log(self.iteration, metrics)
+        if last or self.iteration % self.config.train.checkpoint_every == 0:
+            self._save()
+        return metrics
+
+    def _rollout_metrics(self, report: RolloutReport) -> dict[str, float]:
+        metrics = evaluation_metrics(report.episodes, self.team.spec.has_success, "rollout")
+        metrics |= {"env_steps": self.env_steps, "rollout/episodes": len(report.episodes)}
+        metrics |= {"env/replaced_processes": report.replaced_processes, "env/lost_episodes": report.lost_episodes}
+        if report.replaced_processes > self.replaced:
+            self.replaced = report.replaced_processes
+            print(
+                f"replaced {report.replaced_processes} env process(es) so far; {report.lost_episodes} episodes were lost"
+                f" and restarted (see {self.run_dir / 'log.txt'})",
+                flush=True,
+            )
+        return metrics
+
+    def _performance(self, report: RolloutReport, calls: int, start: float, end: float) -> dict[str, float]:
+        events = self.team.drain_trace()
+        self.events += events
+        seconds = end - start
+        metrics = {
+            "time/iteration_s": seconds,
+            "time/rollout_s": report.seconds,
+            "time/wall_s": self.earlier_s + end - self.started,
+            "perf/env_steps_per_s": report.env_steps / seconds,
+            "perf/policy_calls_per_s": calls / seconds,
+            "perf/env_busy_in_rollout": report.busy_fraction,
+        }
+        for group in self.team.groups:
+            busy = busy_seconds(events, group, start, end)
+            mean = sum(busy.values()) / max(len(busy), 1)
+            metrics[f"perf/idle_fraction/{group}"] = 1.0 - mean / seconds
+            if group == "actor":
+                metrics["time/update_s"] = mean
+        return metrics
+
+    def _evaluate_if_due(self) -> dict[str, float]:
+        every = self.config.evaluation.every
+        if not every or self.iteration % every:
+            return {}
+        settings = self.config.evaluation
+        episodes = self.team.evaluate(settings.episodes, VALIDATION_SEED, settings.deterministic)
+        metrics = evaluation_metrics(episodes, self.team.spec.has_success)
+        aim = self.config.train.stop_at_success
+        self.reached = aim is not None and metrics.get("eval/success_once", 0.0) >= aim
+        return metrics
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def _save(self) -> None:
+        state = {
+            "iteration": self.iteration, "env_steps": self.env_steps, "episodes": self.episodes, "reached": self.reached,
+            "wall_s": self.earlier_s + time.monotonic() - self.started,
+        }
+        path = self.team.save(self.run_dir, self.iteration, state)
+        logger.info("saved %s", path)
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint exactly where it was written."""
+        state = self.team.load(checkpoint.absolute())
+        self.iteration, self.env_steps, self.episodes = state["iteration"], state["env_steps"], state["episodes"]
+        self.reached, self.earlier_s = state["reached"], state["wall_s"]
+
+    # ------------------------------------------------------------------------------------------ the end
+
+    def _evaluate_finally(self) -> None:
+        settings = self.config.evaluation
+        episodes = self.team.evaluate(settings.final_episodes, TEST_SEED, settings.deterministic)
+        checkpoint, _ = latest_checkpoint(self.run_dir)
+        record = write_record(
+            self.run_dir, episodes, self.team.spec.has_success, self.config, TEST_SEED, settings.deterministic,
+            checkpoint.name if checkpoint else "",
+        )
+        self.results.append(describe(record))
+        print(self.results[-1], flush=True)
+        shown = {f"final/{key}": value for key, value in record.items() if isinstance(value, int | float)}
+        self.tracker.summary(shown)
+        rows = [list(episode.values()) for episode in record["episodes"]]
+        self.tracker.table(self.iteration, "final/episodes", list(record["episodes"][0]), rows)
+        paths, why_none = record_videos(self.team, episodes, settings.videos, self.run_dir, self.tracker, self.iteration)
+        self.results += [f"no videos: {why_none}"] if why_none else []
+        self.videos = paths
+        self.checkpoint = checkpoint
+
+    def write_trace(self) -> None:
+        """Write the timeline of the newest iterations."""
+        write_chrome_trace(self.events, self.run_dir / "trace.json")
+
+
+def _print_results(run_dir: Path, tracker: Tracker, training: Training) -> None:
+    report = write_report(run_dir)
+    lines: list[tuple[str, Any]] = [("report", report), ("checkpoint", training.checkpoint)]
+    lines += [("video", path) for path in training.videos]
+    if tracker.wandb_location:
+        lines.append(("W&B run", tracker.wandb_location))
+    print()
+    for result in training.results:
+        print(result)
+    for label, value in lines:
+        print(f"{label:<12}{value}")

@@ -1,0 +1,1 @@
+"""The workers of embodied training: env (simulation), rollout (inference) and actor (learning)."""

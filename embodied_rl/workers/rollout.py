@@ -1,0 +1,174 @@
+"""RolloutWorker: policy inference on streamed observations; gathers each stream's trajectories for the actor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.build import build_policy
+from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.config import Config
+from embodied_rl.data import Observed, Trajectories
+from envs.base import ChunkResult, EnvSpec
+from policies import Policy, PolicyOutput, SlotNoise
+from scheduler.channel import Channel
+from scheduler.worker import Worker
+
+
+class RolloutWorker(Worker):
+    """Serves the streams whose number falls to its rank."""
+
+    policy: Policy
+
+    def __init__(self, config: Config) -> None:
+        torch.set_num_threads(1)
+        self.config = config
+        self.device = torch.device("cuda" if self.context.device_kind == "gpu" else "cpu")
+        self.policy_calls = 0
+
+    def build(self, spec: EnvSpec) -> None:
+        """Build the policy for the envs."""
+        self.policy = build_policy(self.config, spec).to(self.device).eval()
+
+    def load_checkpoint(self, checkpoint: Path) -> None:
+        """Take the parameters of a checkpoint."""
+        self.policy.load_state_dict(load_checkpoint(checkpoint).parts["policy"])
+
+    def load_weights(self, weights: Channel) -> None:
+        """Take the next parameters from the actor."""
+        with self.trace.span("load weights"):
+            self.policy.load_state_dict(weights.get(key=self.rank))
+
+    def generate(self, observations: Channel, actions: Channel, trajectories: Channel, streams: int, receivers: int) -> int:
+        """Serve this rank's share of one rollout's `streams` and send their trajectories to `receivers` actor workers.
+
+        Returns the number of policy calls.
+        """
+        open_streams: dict[str, _Recorder] = {}
+        steps, finished, calls = self.config.chunk_steps, 0, self.policy_calls
+        while finished < len(range(self.rank, streams, self.world_size)):
+            message: Observed = self._next(observations)
+            recorder = open_streams.setdefault(message.stream.key, _Recorder(message, steps))
+            with self.trace.span("inference", stage=message.stream.stage):
+                observation = self._to_device(message.observation)
+                if message.step == steps:
+                    recorder.outcome(steps - 1, message.outcome, self._value(observation), self._final_values(message.outcome))
+                else:
+                    output = self._act(observation, message, deterministic=False)
+                    if message.outcome is not None:
+                        recorder.outcome(
+                            message.step - 1, message.outcome, output.value, self._final_values(message.outcome)
+                        )
+                    recorder.decision(message.step, observation, output)
+                    actions.put(output.action.cpu().numpy(), key=message.stream.key)
+            if message.step == steps:
+                stream_number = message.stream.env_rank * self.config.rollout.pipeline_stages + message.stream.stage
+                trajectories.put(open_streams.pop(message.stream.key).finish(), key=stream_number % receivers)
+                finished += 1
+        return self.policy_calls - calls
+
+    def serve(self, observations: Channel, actions: Channel, deterministic: bool, sources: int) -> None:
+        """Answer observations with actions, for an evaluation, until all env workers have said that they are done."""
+        while sources:
+            message: Observed | None = self._next(observations)
+            if message is None:
+                sources -= 1
+                continue
+            with self.trace.span("inference", stage=message.stream.stage):
+                output = self._act(self._to_device(message.observation), message, deterministic)
+                actions.put(output.action.cpu().numpy(), key=message.stream.key)
+
+    def _next(self, observations: Channel) -> Any:
+        with self.trace.span("wait for observation", "wait"):
+            return observations.get(key=self.rank)
+
+    # ------------------------------------------------------------------------------------------ inference
+
+    @torch.no_grad()
+    def _act(self, observation: dict[str, Any], message: Observed, deterministic: bool) -> PolicyOutput:
+        self.policy_calls += 1
+        outputs = []
+        for rows in self._blocks(len(message.slots)):
+            noise = SlotNoise(self.config.seed, message.slots[rows], message.draws[rows])
+            outputs.append(self.policy.act(_rows(observation, rows), deterministic, noise))
+        return PolicyOutput.concatenate(outputs)
+
+    @torch.no_grad()
+    def _value(self, observation: dict[str, Any]) -> Tensor:
+        count = len(observation["instruction"])
+        return torch.cat([self.policy.value(_rows(observation, rows)) for rows in self._blocks(count)])
+
+    def _final_values(self, outcome: ChunkResult | None) -> Tensor:
+        """V(final observation) of the envs that ended, zero elsewhere."""
+        assert outcome is not None
+        values = torch.zeros(len(outcome.ended), device=self.device)
+        ended = np.flatnonzero(outcome.ended)
+        if len(ended):
+            final = self._to_device(outcome.final_observation)
+            if self.config.deterministic:  # whole blocks, so that a value does not depend on who else ended
+                values = torch.where(torch.from_numpy(outcome.ended).to(self.device), self._value(final), values)
+            else:
+                values[ended] = self._value(_rows(final, ended))
+        return values
+
+    def _blocks(self, count: int) -> list[slice]:
+        size = self.config.inference_block if self.config.deterministic else count
+        return [slice(first, first + size) for first in range(0, count, size)]
+
+    def _to_device(self, observation: Any) -> dict[str, Any]:
+        return {
+            key: torch.as_tensor(value).to(self.device) if isinstance(value, np.ndarray) else value
+            for key, value in observation.items()
+        }
+
+
+def _rows(observation: dict[str, Any], rows: slice | np.ndarray) -> dict[str, Any]:
+    return {
+        key: [value[i] for i in np.arange(len(value))[rows]] if isinstance(value, list) else value[rows]
+        for key, value in observation.items()
+    }
+
+
+class _Recorder:
+    """Fills one stream's trajectories as its messages come."""
+
+    def __init__(self, first: Observed, steps: int) -> None:
+        self.first, self.steps = first, steps
+        self.decisions: list[tuple[dict[str, Tensor], PolicyOutput]] = []
+        self.outcomes: list[tuple[ChunkResult, Tensor]] = []
+
+    def decision(self, step: int, observation: dict[str, Any], output: PolicyOutput) -> None:
+        assert step == len(self.decisions)
+        kept = {key: value.clone() for key, value in observation.items() if isinstance(value, Tensor)}
+        self.decisions.append((kept, output))
+
+    def outcome(self, step: int, result: ChunkResult | None, next_value: Tensor, final_value: Tensor) -> None:
+        assert result is not None and step == len(self.outcomes)
+        ended = torch.from_numpy(result.ended).to(next_value.device)
+        kept = ChunkResult(**{**result.__dict__, "observation": {}, "final_observation": {}})
+        self.outcomes.append((kept, torch.where(ended, final_value, next_value)))
+
+    def finish(self) -> Trajectories:
+        results = [result for result, _ in self.outcomes]
+        outputs = [output for _, output in self.decisions]
+        stack = lambda name: torch.stack([getattr(output, name) for output in outputs]).cpu()  # noqa: E731
+        numbers = lambda name: torch.from_numpy(np.stack([getattr(result, name) for result in results]))  # noqa: E731
+        success = np.zeros((self.steps, len(self.first.slots)), bool)
+        column = {int(slot): i for i, slot in enumerate(self.first.slots)}
+        for step, result in enumerate(results):
+            for episode in result.episodes:
+                success[step, column[episode.env_id]] |= episode.success_once
+        observation = {
+            key: torch.stack([kept[key] for kept, _ in self.decisions]).cpu() for key in self.decisions[0][0]
+        }
+        return Trajectories(
+            stream=self.first.stream, observation=observation, token=stack("token"), logprob=stack("logprob"),
+            value=stack("value"), next_value=torch.stack([value for _, value in self.outcomes]).cpu(),
+            reward=numbers("reward"), terminated=numbers("terminated"), truncated=numbers("truncated"),
+            valid=numbers("valid"), success=torch.from_numpy(success), lost=numbers("lost"),
+            env_ids=torch.from_numpy(np.array(self.first.slots)),
+        )

@@ -1,0 +1,122 @@
+"""The program of one env process: it makes envs, steps whole chunks and writes into shared memory.
+
+Started by `pool.EnvPool` as `python -m envs.process FD`. It lives for the whole run, ends when its parent does (the
+pipe closes), and answers commands in the order they come:
+
+    ("make", set, VectorArgs)       -> EnvSpec
+    ("attach", set, path, spec, num_envs, chunk, first, last)
+    ("reset", set, rows, seeds, init_state_ids)
+    ("chunk", set)                  -> (episodes, start, end)
+    ("state", set), ("restore", set, state), ("render", settings, episodes)
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from envs import base
+from envs.base import EnvSettings, EnvSpec, Episode
+from envs.buffers import ChunkBuffers
+from envs.episodes import EpisodicVectorEnv
+
+
+@dataclass(frozen=True)
+class VectorArgs:
+    """Arguments of this process's part of a vector env; see `EpisodicVectorEnv`."""
+
+    settings: EnvSettings
+    env_ids: tuple[int, ...]
+    seed: int
+    group_size: int
+    auto_reset: bool
+    record_actions: bool
+    chunk: int
+
+
+class EnvProcess:
+    """The sets of envs of one process, and the commands on them."""
+
+    def __init__(self) -> None:
+        self.sets: dict[int, EpisodicVectorEnv] = {}
+
+    def make(self, key: int, args: VectorArgs) -> EnvSpec:
+        self.sets[key] = EpisodicVectorEnv(
+            args.settings, args.env_ids, args.seed, args.group_size, args.auto_reset, args.record_actions,
+            chunk=args.chunk,
+        )
+        return self.sets[key].spec
+
+    def attach(self, key: int, path: str, spec: EnvSpec, num_envs: int, chunk: int, first: int, last: int) -> None:
+        descriptor = os.open(path, os.O_RDWR)
+        memory = mmap.mmap(descriptor, 0)
+        os.close(descriptor)
+        self.sets[key].buffers = ChunkBuffers.over(memory, spec, num_envs, chunk).rows(first, last)
+
+    def reset(self, key: int, rows: Sequence[int], seeds: Sequence[int] | None, init_ids: Sequence[int] | None) -> None:
+        self.sets[key].reset(rows, seeds, init_ids)
+
+    def chunk(self, key: int) -> tuple[list[Episode], float, float]:
+        start = time.monotonic()
+        env = self.sets[key]
+        episodes = env.run_chunk(env.buffers.action)
+        return episodes, start, time.monotonic()
+
+    def state(self, key: int) -> list[dict[str, Any]]:
+        return self.sets[key].state()
+
+    def restore(self, key: int, state: list[dict[str, Any]]) -> None:
+        self.sets[key].restore(state)
+
+    def render(self, settings: EnvSettings, episodes: Sequence[Episode]) -> list[np.ndarray]:
+        """Pictures [T+1, H, W, 3] of recorded episodes, by running them again."""
+        vector = EpisodicVectorEnv(settings, [0], auto_reset=False)
+        env = vector.slots[0].env
+        films = []
+        for episode in episodes:
+            vector.reset([0], [episode.seed], None if episode.init_state_id is None else [episode.init_state_id])
+            frames = [env.render()]
+            for action in episode.actions if episode.actions is not None else ():
+                vector.chunk_step(action[None, None])
+                frames.append(env.render())
+            films.append(np.stack(frames))
+        return films
+
+    def close(self, key: int) -> None:
+        self.sets.pop(key).close()
+
+
+def serve(connection: Connection) -> None:
+    """Answer commands until the parent closes the pipe; each answer is (key, ok, payload)."""
+    process = EnvProcess()
+    while True:
+        try:
+            command, *args = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        key = args[0] if isinstance(args[0], int) else -1
+        try:
+            answer = (key, True, getattr(process, command)(*args))
+        except base.EnvError as error:
+            answer = (key, False, str(error))
+        except Exception:
+            answer = (key, False, traceback.format_exc())
+        try:
+            connection.send(answer)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))
+    sys.stdout.flush()
+    os._exit(0)  # simulators may hang or crash in their destructors; everything of value has been sent

@@ -1,0 +1,6 @@
+"""Policies behind one contract."""
+
+from policies.base import Policy, PolicyOutput, PolicySettings, make
+from policies.noise import SlotNoise
+
+__all__ = ["Policy", "PolicyOutput", "PolicySettings", "SlotNoise", "make"]

@@ -1,0 +1,95 @@
+"""The policy contract: what rollout workers call to act and actor workers call to learn.
+
+Shapes: N envs, C actions in a chunk, A action dimensions, S state size.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from policies.noise import SlotNoise
+
+Observation = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What to build: `kind`, the sizes the env dictates, and the kind's own options.
+
+    Attributes:
+        action_low, action_high: bounds of each action dimension.
+        num_choices: set for a discrete action (one dimension that holds an index).
+        chunk: C.
+    """
+
+    kind: str
+    state_size: int | None
+    action_low: tuple[float, ...]
+    action_high: tuple[float, ...]
+    num_choices: int | None
+    chunk: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class PolicyOutput:
+    """One policy call.
+
+    Attributes:
+        action: float32 [N, C, A], ready for the env.
+        token: what was sampled; `evaluate` takes it back. Here [N, C, A].
+        logprob: [N, C, A].
+        value: [N].
+    """
+
+    action: Tensor
+    token: Tensor
+    logprob: Tensor
+    value: Tensor
+
+    @staticmethod
+    def concatenate(parts: list[PolicyOutput]) -> PolicyOutput:
+        """Outputs of consecutive envs as one."""
+        join = lambda name: torch.cat([getattr(part, name) for part in parts])  # noqa: E731
+        return PolicyOutput(join("action"), join("token"), join("logprob"), join("value"))
+
+
+class Policy(nn.Module):
+    """Base class of policies. Observations hold tensors: `state` float32 [N, S], `image` uint8 [N, V, H, W, 3].
+
+    `statistics_of` names the observations that `observe` keeps running statistics of.
+    """
+
+    statistics_of: tuple[str, ...] = ()
+
+    @abstractmethod
+    def act(self, observation: Observation, deterministic: bool, generator: SlotNoise | None) -> PolicyOutput:
+        """Choose a chunk of actions. `generator` may be None only when deterministic."""
+
+    @abstractmethod
+    def evaluate(self, observation: Observation, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob [N, C, A], entropy [N, C, A] and value [N] of what was sampled; differentiable."""
+
+    @abstractmethod
+    def value(self, observation: Observation) -> Tensor:
+        """Value [N]."""
+
+    def observe(self, observation: Observation, valid: Tensor) -> None:
+        """Take in the observations of one iteration (leading dimensions as `valid`), for running statistics."""
+
+
+KINDS = {"mlp": "policies.mlp:MLPPolicy"}
+
+
+def make(settings: PolicySettings, seed: int) -> Policy:
+    """Build a policy of a registered kind with parameters drawn from the seed."""
+    module, name = KINDS[settings.kind].split(":")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return getattr(importlib.import_module(module), name)(settings)
