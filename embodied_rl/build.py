@@ -17,9 +17,16 @@ def env_settings(env: EnvConfig, **simulator: Any) -> EnvSettings:
     """Settings of one env; keyword arguments go to the simulator on top of the config's."""
     own = {key: getattr(env, key) for key in SIMULATOR_KEYS[env.kind]}
     return EnvSettings(
-        kind=env.kind, id=env.id, horizon=env.horizon, observation=env.observation, instruction=env.instruction,
-        reward_scale=env.reward_scale, success_bonus=env.success_bonus, ignore_terminations=env.ignore_terminations,
-        fixed_actions=env.fixed_actions, simulator={**own, **simulator},
+        kind=env.kind,
+        id=env.id,
+        horizon=env.horizon,
+        observation=env.observation,
+        instruction=env.instruction,
+        reward_scale=env.reward_scale,
+        success_bonus=env.success_bonus,
+        ignore_terminations=env.ignore_terminations,
+        fixed_actions=env.fixed_actions,
+        simulator={**own, **simulator},
     )
 
 
@@ -29,7 +36,12 @@ def build_policy(config: Config, spec: EnvSpec) -> Any:
 
     options = config.policy.model_dump(exclude={"kind", "chunk"})
     settings = policies.PolicySettings(
-        kind=config.policy.kind, state_size=spec.state_size, action_low=spec.action.low, action_high=spec.action.high,
-        num_choices=spec.action.num_choices, chunk=config.policy.chunk, options=options,
+        kind=config.policy.kind,
+        state_size=spec.state_size,
+        action_low=spec.action.low,
+        action_high=spec.action.high,
+        num_choices=spec.action.num_choices,
+        chunk=config.policy.chunk,
+        options=options,
     )
     return policies.make(settings, config.seed)

@@ -176,9 +176,7 @@ def latest_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
 
 def _step_folders(run_dir: Path) -> list[Path]:
     """Checkpoint directories of a run, newest first, sound or not."""
-    found = [
-        path for path in (run_dir / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d+", path.name)
-    ]
+    found = [path for path in (run_dir / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 

@@ -48,9 +48,7 @@ def train(
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run", help="Check everything, print configuration, plan and memory; start nothing."
-        ),
+        typer.Option("--dry-run", help="Check everything, print configuration, plan and memory; start nothing."),
     ] = False,
 ) -> None:
     """Train a policy.
@@ -80,9 +78,7 @@ def train(
             return
         from embodied_rl.train import train as start
 
-        raise typer.Exit(
-            start(config, run_dir, resume=resume, command=shlex.join(["embodied-rl", *sys.argv[1:]]))
-        )
+        raise typer.Exit(start(config, run_dir, resume=resume, command=shlex.join(["embodied-rl", *sys.argv[1:]])))
 
 
 @app.command("eval")
@@ -102,9 +98,7 @@ def evaluate(
     videos: Annotated[
         int | None, typer.Option(min=0, help="Default: the run's evaluation.videos.", show_default=False)
     ] = None,
-    stochastic: Annotated[
-        bool, typer.Option("--stochastic", help="Sample actions instead of the mean.")
-    ] = False,
+    stochastic: Annotated[bool, typer.Option("--stochastic", help="Sample actions instead of the mean.")] = False,
 ) -> None:
     """Measure the success rate of a trained policy."""
     with _interruptible():
@@ -132,9 +126,7 @@ def evaluate(
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
-    curve: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Also draw the learning curve.")
-    ] = None,
+    curve: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw the learning curve.")] = None,
 ) -> None:
     """Write report.html of a run."""
     with _interruptible():
@@ -182,14 +174,10 @@ def keys(
     chosen = [key for key in all_keys().values() if key.name.startswith(start)]
     if not chosen:
         near = nearest_keys(start)
-        _refuse(
-            [Fault("key", start, "no such key", f"nearest key: {any_of(near)}" if near else "")], "the list"
-        )
+        _refuse([Fault("key", start, "no such key", f"nearest key: {any_of(near)}" if near else "")], "the list")
     console = Console(soft_wrap=True, highlight=False)
     for key in chosen:
-        console.print(
-            Text.assemble((key.name, "bold"), f" = {show(key.default)}", (f"  {key.expected}", "dim"))
-        )
+        console.print(Text.assemble((key.name, "bold"), f" = {show(key.default)}", (f"  {key.expected}", "dim")))
         if key.description:
             console.print(Text(f"    {key.description}"))
 
@@ -248,9 +236,7 @@ def _stored_config(checkpoint: Path) -> Config:
     except ValidationError as error:
         keys = ", ".join(".".join(map(str, detail["loc"])) for detail in error.errors())
         problem = f"its configuration is not one of this version: {keys}"
-        _refuse(
-            [Fault("checkpoint", str(checkpoint), problem, "use the version that wrote it")], "evaluation"
-        )
+        _refuse([Fault("checkpoint", str(checkpoint), problem, "use the version that wrote it")], "evaluation")
 
 
 def _not_a_run(path: Path, problem: str) -> Fault:

@@ -18,9 +18,7 @@ RunName = Annotated[
     str,
     Field(
         pattern=r"^\w[\w.+-]*$",
-        json_schema_extra={
-            "expected": "one directory name of letters, digits and . _ + -, without path separators"
-        },
+        json_schema_extra={"expected": "one directory name of letters, digits and . _ + -, without path separators"},
     ),
 ]
 
@@ -88,9 +86,7 @@ class RolloutConfig(Section):
     steps: Positive = Field(
         default=36, description="env steps of each env in one iteration; chunk steps times chunk length"
     )
-    pipeline_stages: Positive = Field(
-        default=2, description="groups of envs: one steps while another is inferred"
-    )
+    pipeline_stages: Positive = Field(default=2, description="groups of envs: one steps while another is inferred")
 
 
 class AlgorithmConfig(Section):
@@ -125,12 +121,8 @@ class AlgorithmConfig(Section):
     group_score: Literal["success", "return"] = Field(
         default="return", description="GRPO: what is compared inside a group"
     )
-    filter_low: Fraction | None = Field(
-        default=None, description="GRPO: drop groups whose mean success is lower"
-    )
-    filter_high: Fraction | None = Field(
-        default=None, description="GRPO: drop groups whose mean success is higher"
-    )
+    filter_low: Fraction | None = Field(default=None, description="GRPO: drop groups whose mean success is lower")
+    filter_high: Fraction | None = Field(default=None, description="GRPO: drop groups whose mean success is higher")
 
 
 class TrainConfig(Section):
@@ -138,9 +130,7 @@ class TrainConfig(Section):
     stop_at_success: Fraction | None = Field(
         default=None, description="stop once an evaluation during training reaches it"
     )
-    checkpoint_every: Positive = Field(
-        default=10, description="iterations; the last iteration is always saved"
-    )
+    checkpoint_every: Positive = Field(default=10, description="iterations; the last iteration is always saved")
     keep_checkpoints: Positive = 3
 
 
@@ -151,9 +141,7 @@ class EvaluationConfig(Section):
     episodes: Positive = Field(default=32, description="episodes of an evaluation during training")
     final_episodes: Positive = 100
     deterministic: bool = Field(default=True, description="the policy's mean action")
-    videos: Annotated[int, Field(ge=0)] = Field(
-        default=2, description="videos of the final evaluation, failures first"
-    )
+    videos: Annotated[int, Field(ge=0)] = Field(default=2, description="videos of the final evaluation, failures first")
 
 
 class TrackingConfig(Section):
@@ -169,28 +157,20 @@ class ClusterConfig(Section):
     cpu_slots: Positive | None = Field(
         default=None, description="CPU slots that count as devices; default: usable cores"
     )
-    timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=600.0, description="longest wait for a worker in one call"
-    )
+    timeout_s: Annotated[float, Field(gt=0)] = Field(default=600.0, description="longest wait for a worker in one call")
 
 
 class Config(Section):
     """One run. See `recipes/` for examples."""
 
-    name: RunName | None = Field(
-        default=None, description="run directory under run_root; default: the recipe's name"
-    )
+    name: RunName | None = Field(default=None, description="run directory under run_root; default: the recipe's name")
     run_root: str = Field(default="runs", min_length=1, description="directory that holds the runs")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     deterministic: bool = Field(
         default=False, description="infer in fixed blocks, so that results do not depend on pipeline stages"
     )
-    inference_block: Positive = Field(
-        default=1, description="envs in one inference block under `deterministic`"
-    )
-    placement: str = Field(
-        default="actor, rollout, env: all", description="which devices each worker group uses"
-    )
+    inference_block: Positive = Field(default=1, description="envs in one inference block under `deterministic`")
+    placement: str = Field(default="actor, rollout, env: all", description="which devices each worker group uses")
     env: EnvConfig = EnvConfig()
     policy: PolicyConfig = PolicyConfig()
     rollout: RolloutConfig = RolloutConfig()

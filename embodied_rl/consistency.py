@@ -99,9 +99,7 @@ def _env_counts(config: Config) -> Iterator[Finding]:
     keys = ("env.num_envs", "rollout.pipeline_stages", "env.processes")
     processes = config.env.processes
     if processes is not None and processes > envs / stages:
-        problem = (
-            f"more than the envs of a pipeline stage (env.num_envs {envs} / rollout.pipeline_stages {stages})"
-        )
+        problem = f"more than the envs of a pipeline stage (env.num_envs {envs} / rollout.pipeline_stages {stages})"
         yield keys, Fault("env.processes", processes, problem, f"nearest valid: {max(1, envs // stages)}")
 
 
@@ -131,9 +129,7 @@ def _batches(config: Config) -> Iterator[Finding]:
         yield keys, Fault("algorithm.minibatches", minibatches, problem, f"nearest valid: {batch}")
     if config.train.stop_at_success is not None and config.evaluation.every == 0:
         problem = "needs evaluations during training, and evaluation.every is 0"
-        fault = Fault(
-            "train.stop_at_success", config.train.stop_at_success, problem, "set evaluation.every >= 1"
-        )
+        fault = Fault("train.stop_at_success", config.train.stop_at_success, problem, "set evaluation.every >= 1")
         yield ("train.stop_at_success", "evaluation.every"), fault
 
 
@@ -146,9 +142,7 @@ def _algorithm(config: Config) -> Iterator[Finding]:
         yield ("algorithm.filter_low", "algorithm.filter_high"), fault
     if algorithm.clip_high < algorithm.clip_low:
         problem = f"below algorithm.clip_low ({algorithm.clip_low:g})"
-        fault = Fault(
-            "algorithm.clip_high", algorithm.clip_high, problem, f"nearest valid: {algorithm.clip_low:g}"
-        )
+        fault = Fault("algorithm.clip_high", algorithm.clip_high, problem, f"nearest valid: {algorithm.clip_low:g}")
         yield ("algorithm.clip_low", "algorithm.clip_high"), fault
     if algorithm.dual_clip is not None and algorithm.dual_clip <= 1 + algorithm.clip_high:
         problem = f"not above 1 + algorithm.clip_high ({1 + algorithm.clip_high:g})"

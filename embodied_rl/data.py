@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.base import ChunkResult, Episode
+from envs.base import ChunkResult, Episode, Observation
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Observed:
 
     stream: StreamId
     step: int
-    observation: dict[str, Any]
+    observation: Observation
     slots: np.ndarray
     draws: np.ndarray
     outcome: ChunkResult | None = None
@@ -78,12 +78,20 @@ class Trajectories:
         parts = sorted(parts, key=lambda part: (part.stream.env_rank, part.stream.stage))
         joined: dict[str, Any] = {
             name: torch.cat([getattr(part, name) for part in parts], dim=1)
-            for name in ("token", "logprob", "value", "next_value", "reward", "terminated", "truncated", "valid",
-                         "success", "lost")
+            for name in (
+                "token",
+                "logprob",
+                "value",
+                "next_value",
+                "reward",
+                "terminated",
+                "truncated",
+                "valid",
+                "success",
+                "lost",
+            )
         }
-        observation = {
-            key: torch.cat([part.observation[key] for part in parts], dim=1) for key in parts[0].observation
-        }
+        observation = {key: torch.cat([part.observation[key] for part in parts], dim=1) for key in parts[0].observation}
         env_ids = torch.cat([part.env_ids for part in parts])
         return Trajectories(stream=parts[0].stream, observation=observation, env_ids=env_ids, **joined)
 

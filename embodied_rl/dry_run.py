@@ -101,12 +101,8 @@ def print_dry_run(config: Config, run_dir: Path, resume: bool) -> None:
         f"  envs     {config.env.num_envs} in all; {plan.processes} process(es) for each env rank, up to "
         f"{plan.envs_per_process} envs in each; {config.rollout.pipeline_stages} pipeline stage(s)"
     )
-    console.print(
-        f"  T        {plan.chunk_steps} chunk steps of {config.policy.chunk} action(s) for each env"
-    )
-    console.print(
-        f"  batch    {plan.batch} chunk steps an iteration, {plan.batch * config.policy.chunk} env steps"
-    )
+    console.print(f"  T        {plan.chunk_steps} chunk steps of {config.policy.chunk} action(s) for each env")
+    console.print(f"  batch    {plan.batch} chunk steps an iteration, {plan.batch * config.policy.chunk} env steps")
     console.print(
         f"  updates  {plan.optimiser_steps} optimiser steps an iteration ({config.algorithm.epochs} epochs x "
         f"{config.algorithm.minibatches} minibatches), {config.train.iterations} iterations"

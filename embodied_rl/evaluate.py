@@ -37,12 +37,20 @@ def evaluation_metrics(episodes: Sequence[Episode], has_success: bool, prefix: s
     mean = lambda name: sum(float(getattr(episode, name)) for episode in episodes) / len(episodes)  # noqa: E731
     metrics = {f"{prefix}/return": mean("episode_return"), f"{prefix}/episode_length": mean("length")}
     if has_success:
-        metrics |= {f"{prefix}/success_once": mean("success_once"), f"{prefix}/success_at_end": mean("success_at_end")}
+        metrics |= {
+            f"{prefix}/success_once": mean("success_once"),
+            f"{prefix}/success_at_end": mean("success_at_end"),
+        }
     return metrics
 
 
 def write_record(
-    run_dir: Path, episodes: Sequence[Episode], has_success: bool, config: Config, base_seed: int, deterministic: bool,
+    run_dir: Path,
+    episodes: Sequence[Episode],
+    has_success: bool,
+    config: Config,
+    base_seed: int,
+    deterministic: bool,
     checkpoint: str,
 ) -> dict[str, Any]:
     """Write `evaluation.json`: every episode, the rates, and the fingerprint of what was evaluated."""
@@ -56,12 +64,17 @@ def write_record(
             "env": config.env.model_dump(mode="json"),
             "deterministic": deterministic,
             "checkpoint": checkpoint,
-            "versions": {name: _version(name) for name in ("embodied-rl", "mani_skill", "sapien", "gymnasium", "torch")},
+            "versions": {
+                name: _version(name) for name in ("embodied-rl", "mani_skill", "sapien", "gymnasium", "torch")
+            },
         },
         "episodes": [
             {
-                "seed": episode.seed, "success_once": episode.success_once, "success_at_end": episode.success_at_end,
-                "return": episode.episode_return, "length": episode.length,
+                "seed": episode.seed,
+                "success_once": episode.success_once,
+                "success_at_end": episode.success_at_end,
+                "return": episode.episode_return,
+                "length": episode.length,
             }
             for episode in episodes
         ],
@@ -134,7 +147,10 @@ def evaluate_checkpoint(
     target = (run_dir or Path(tempfile.mkdtemp(prefix="embodied-rl-eval-"))) / "evaluations" / checkpoint.name
     target.mkdir(parents=True, exist_ok=True)
     print(f"evaluating {checkpoint} on {config.env.id}: {episodes} episodes", flush=True)
-    with reported(None), Cluster(config.cluster.address, config.cluster.cpu_slots, config.cluster.timeout_s) as cluster:
+    with (
+        reported(None),
+        Cluster(config.cluster.address, config.cluster.cpu_slots, config.cluster.timeout_s) as cluster,
+    ):
         team = Team(config, cluster, ("rollout", "env"))
         team.rollout.load_checkpoint(checkpoint.absolute()).wait(config.cluster.timeout_s)
         found = team.evaluate(episodes, base_seed, deterministic)

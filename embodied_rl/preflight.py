@@ -95,9 +95,7 @@ def _maniskill_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str
         )
     devices = visible_devices(config)
     if env.sim_backend == "gpu" and devices is not None and devices[1] != "gpu":
-        fault = Fault(
-            "env.sim_backend", env.sim_backend, "no GPU among this run's devices", "nearest valid: auto"
-        )
+        fault = Fault("env.sim_backend", env.sim_backend, "no GPU among this run's devices", "nearest valid: auto")
         yield ("env.sim_backend", "cluster.cpu_slots"), fault
 
 
@@ -131,11 +129,7 @@ def _gymnasium_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str
 
 
 def _own_horizon(config: Config, steps: int | None) -> Iterator[tuple[tuple[str, ...], Fault]]:
-    if (
-        config.env.horizon is None
-        and steps is not None
-        and (fault := episode_fault(config, steps, "the env's own"))
-    ):
+    if config.env.horizon is None and steps is not None and (fault := episode_fault(config, steps, "the env's own")):
         yield ("env.id", "env.horizon", "rollout.steps", "policy.chunk", "algorithm.name"), fault
 
 
@@ -144,9 +138,7 @@ def _near_ids(env_id: str, known: Collection[str], other_kind: str, others: Coll
         return f"it is an env of env.kind {other_kind}"
     by_lower = {name.lower(): name for name in known}
     near = [name for lower, name in by_lower.items() if lower.startswith(env_id.lower())]
-    near += [
-        by_lower[lower] for lower in difflib.get_close_matches(env_id.lower(), by_lower, n=3, cutoff=0.5)
-    ]
+    near += [by_lower[lower] for lower in difflib.get_close_matches(env_id.lower(), by_lower, n=3, cutoff=0.5)]
     return f"nearest: {any_of(list(dict.fromkeys(near))[:3])}" if near else f"for example {next(iter(known))}"
 
 
@@ -166,9 +158,7 @@ def _unwritable(run_dir: Path) -> Fault | None:
     except OSError as error:
         blocking = next((path for path in (run_dir, *run_dir.parents) if path.is_file()), None)
         problem = f"{blocking} is a file, not a directory" if blocking else error.strerror or str(error)
-        return Fault(
-            "run directory", str(run_dir), f"cannot be written: {problem}", "choose another run_root=..."
-        )
+        return Fault("run directory", str(run_dir), f"cannot be written: {problem}", "choose another run_root=...")
     finally:
         for folder in reversed(created):
             folder.rmdir()
@@ -178,9 +168,7 @@ def _resume_faults(config: Config, run_dir: Path, defaulted: Collection[str]) ->
     checkpoint, skipped = latest_checkpoint(run_dir)
     if checkpoint is None:
         others = [str(path) for path in runs_in(run_dir.parent) if path != run_dir][:5]
-        candidates = (
-            f"runs with checkpoints: {', '.join(others)}" if others else "to start anew, leave --resume out"
-        )
+        candidates = f"runs with checkpoints: {', '.join(others)}" if others else "to start anew, leave --resume out"
         if not skipped:
             what = "has no checkpoint" if run_dir.is_dir() else "does not exist"
             return [Fault("--resume", None, f"nothing to resume: {run_dir} {what}", candidates)]

@@ -96,17 +96,13 @@ def _read_recipe(recipe: str, faults: list[Fault]) -> dict[str, Any]:
     if not path.exists():
         close = difflib.get_close_matches(path.stem, recipe_names(), n=3, cutoff=0.4)
         what = "no such file" if _is_path(recipe) else "no such recipe"
-        return fail(
-            what, f"nearest recipes: {any_of(close)}" if close else f"recipes: {any_of(recipe_names())}"
-        )
+        return fail(what, f"nearest recipes: {any_of(close)}" if close else f"recipes: {any_of(recipe_names())}")
     try:
         data = _parse_yaml(path.read_text(encoding="utf-8"), faults)
     except (OSError, UnicodeDecodeError) as error:
         return fail(f"cannot be read: {error}")
     except yaml.YAMLError as error:
-        return fail(
-            f"not valid YAML: {_where(error)}", "a text that holds ': ' or starts with a sign needs quotes"
-        )
+        return fail(f"not valid YAML: {_where(error)}", "a text that holds ': ' or starts with a sign needs quotes")
     if not isinstance(data, dict | None):
         return fail("not a mapping of keys to values")
     return data or {}
@@ -158,16 +154,10 @@ def _read_overrides(overrides: Sequence[str], faults: list[Fault]) -> dict[str, 
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not re.fullmatch(r"[\w.-]+", key):
-            faults.append(
-                Fault("command line", override, "expected key=value", "for example env.num_envs=16")
-            )
+            faults.append(Fault("command line", override, "expected key=value", "for example env.num_envs=16"))
             continue
         if not text:
-            problem = (
-                f"no value after '='; expected {all_keys()[key].expected}"
-                if key in all_keys()
-                else "no value"
-            )
+            problem = f"no value after '='; expected {all_keys()[key].expected}" if key in all_keys() else "no value"
             faults.append(Fault(key, "", problem, f"for the default, leave {key} out", defaulted=(key,)))
             continue
         try:
@@ -191,9 +181,7 @@ def _read_overrides(overrides: Sequence[str], faults: list[Fault]) -> dict[str, 
 
 def _takes_text(key: str) -> bool:
     spec = all_keys()[key].spec if key in all_keys() else {}
-    return any(
-        option.get("type") == "string" and "enum" not in option for option in spec.get("anyOf", [spec])
-    )
+    return any(option.get("type") == "string" and "enum" not in option for option in spec.get("anyOf", [spec]))
 
 
 def _flatten(data: dict[Any, Any], faults: list[Fault], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -114,9 +114,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return out
 
 
-def axis(
-    low: float, high: float, wanted: int, tight: bool = False
-) -> tuple[list[float], tuple[float, float]]:
+def axis(low: float, high: float, wanted: int, tight: bool = False) -> tuple[list[float], tuple[float, float]]:
     """Round ticks and the range to show: the data's own if `tight`, else with a margin."""
     if high - low <= 1e-12 * max(abs(high), abs(low)):
         pad = abs(high) * 0.1 or 1.0
@@ -143,14 +141,10 @@ def _thinned(one: Series) -> Series:
         keep |= {min(indices, key=lambda i: one.y[i]), max(indices, key=lambda i: one.y[i])}
     chosen = sorted(keep)
     interval = [one.interval[i] for i in chosen] if one.interval else None
-    return Series(
-        one.name, [one.x[i] for i in chosen], [one.y[i] for i in chosen], one.colour, one.points, interval
-    )
+    return Series(one.name, [one.x[i] for i in chosen], [one.y[i] for i in chosen], one.colour, one.points, interval)
 
 
-def _grid(
-    frame: Frame, x_ticks: Sequence[float], y_ticks: Sequence[float], percent: bool, x_unit: str
-) -> str:
+def _grid(frame: Frame, x_ticks: Sequence[float], y_ticks: Sequence[float], percent: bool, x_unit: str) -> str:
     end, floor = frame.width - frame.right, frame.height - frame.bottom
     parts = []
     y_labels = [f"{tick:.0%}" for tick in y_ticks] if percent else _labels(y_ticks)
@@ -172,9 +166,7 @@ def _grid(
 def _labels(ticks: Sequence[float]) -> list[str]:
     """With as many digits as it takes to tell the ticks apart."""
     candidates = ([number(tick, digits) for tick in ticks] for digits in range(3, 12))
-    return next(
-        (labels for labels in candidates if len(set(labels)) == len(ticks)), [f"{tick:g}" for tick in ticks]
-    )
+    return next((labels for labels in candidates if len(set(labels)) == len(ticks)), [f"{tick:g}" for tick in ticks])
 
 
 def _caption(title: str, series: Sequence[Series], left: int) -> str:
@@ -198,17 +190,14 @@ def _drawn(frame: Frame, one: Series) -> str:
         if kind == "raw":
             ys = smoothed(one.y)
             parts.append(
-                _polyline(
-                    [(x, frame.py(y)) for (x, _), y in zip(places, ys, strict=True)], f"line {one.colour}"
-                )
+                _polyline([(x, frame.py(y)) for (x, _), y in zip(places, ys, strict=True)], f"line {one.colour}")
             )
         return "".join(parts)
     for (x, y), bounds in zip(places, one.interval or repeat(None, len(places)), strict=True):
         if bounds:
             low, high = frame.py(bounds[0]), frame.py(bounds[1])
             parts.append(
-                f'<line class="whisker {one.colour}" x1="{x:.1f}" x2="{x:.1f}"'
-                f' y1="{low:.1f}" y2="{high:.1f}"/>'
+                f'<line class="whisker {one.colour}" x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>'
             )
         parts.append(f'<circle class="point {one.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>')
     return "".join(parts)

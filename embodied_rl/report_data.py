@@ -43,9 +43,7 @@ class Run:
     def values(self, key: str) -> tuple[list[float], list[float]]:
         """x and y of a metric, where both are finite, x ascending."""
         x_key = self.x_key
-        pairs = [
-            (row[x_key], row[key]) for row in self.metrics if finite(row.get(x_key)) and finite(row.get(key))
-        ]
+        pairs = [(row[x_key], row[key]) for row in self.metrics if finite(row.get(x_key)) and finite(row.get(key))]
         pairs.sort(key=lambda pair: pair[0])
         return [float(x) for x, _ in pairs], [float(y) for _, y in pairs]
 
@@ -60,9 +58,7 @@ class Run:
         if not sum(weights):
             weights = [1.0] * len(rows)
         return (
-            sum(row[key] * weight for row, weight in zip(rows, weights, strict=True)) / sum(weights)
-            if rows
-            else None
+            sum(row[key] * weight for row, weight in zip(rows, weights, strict=True)) / sum(weights) if rows else None
         )
 
     @property
@@ -94,9 +90,7 @@ class Run:
     def episodes(self) -> list[dict[str, Any]]:
         """Episodes of the final evaluation."""
         listed = (self.evaluation or {}).get("episodes")
-        return (
-            [episode for episode in listed if isinstance(episode, dict)] if isinstance(listed, list) else []
-        )
+        return [episode for episode in listed if isinstance(episode, dict)] if isinstance(listed, list) else []
 
     @property
     def success_count(self) -> tuple[int, int] | None:

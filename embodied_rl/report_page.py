@@ -153,9 +153,7 @@ STANDALONE_CHART_STYLE = (
 
 def page(title: str, header: str, sections: Sequence[tuple[str, str]]) -> str:
     """A whole HTML document: the header's markup, then each section's title (plain text) and markup."""
-    body = "".join(
-        f"<section><h2>{escape(name)}</h2>{markup}</section>" for name, markup in sections if markup
-    )
+    body = "".join(f"<section><h2>{escape(name)}</h2>{markup}</section>" for name, markup in sections if markup)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

@@ -38,16 +38,12 @@ def header(run: Run) -> str:
     """Name, what was trained, status, and when."""
     env, policy, algorithm = (run.config.get(key) for key in ("env", "policy", "algorithm"))
     trained = [
-        part.get(key)
-        for part, key in ((env, "id"), (algorithm, "name"), (policy, "kind"))
-        if isinstance(part, dict)
+        part.get(key) for part, key in ((env, "id"), (algorithm, "name"), (policy, "kind")) if isinstance(part, dict)
     ]
     words = " · ".join(escape(str(part)) for part in [run.config.get("recipe"), *trained] if part)
     done, status = _status(run)
     facts = [f'<span class="status{" done" if done else ""}">{escape(status)}</span>']
-    facts.append(
-        f"<span>last written {time.strftime('%-d %B %Y, %H:%M %Z', time.localtime(run.written_at))}</span>"
-    )
+    facts.append(f"<span>last written {time.strftime('%-d %B %Y, %H:%M %Z', time.localtime(run.written_at))}</span>")
     if finite(run.config.get("seed")):
         facts.append(f"<span>seed {run.config['seed']}</span>")
     problems = "".join(f'<p class="note">{escape(problem)}</p>' for problem in run.problems)
@@ -118,11 +114,7 @@ def learning(run: Run) -> str:
     others = sorted({key for row in run.metrics for key in row} - known)
     folded = "".join(_chart_card(run, key, key) for key in others)
     more = _folded("All other metrics", f'<div class="charts">{folded}</div>') if folded else ""
-    thick = (
-        "Thin lines show every iteration, thick lines a moving average."
-        if len(run.metrics) >= SMOOTH_FROM
-        else ""
-    )
+    thick = "Thin lines show every iteration, thick lines a moving average." if len(run.metrics) >= SMOOTH_FROM else ""
     note = f'<p class="note">{thick}</p>' if thick else ""
     return f'{note}<div class="charts">{"".join(cards)}</div>{more}'
 
@@ -144,9 +136,7 @@ def success_series(run: Run) -> list[Series]:
     counted = run.success_count
     if counted and finite(run.last.get(run.x_key)):
         x, rate = float(run.last[run.x_key]), counted[0] / counted[1]
-        out.append(
-            Series("final evaluation", [x], [rate], "s3", points=True, interval=[wilson_interval(*counted)])
-        )
+        out.append(Series("final evaluation", [x], [rate], "s3", points=True, interval=[wilson_interval(*counted)]))
     return out
 
 
@@ -167,9 +157,7 @@ def evaluation(run: Run) -> str:
         rows.append(("95 % interval (Wilson)", f"{low:.1%} to {high:.1%}"))
     at_end = [bool(episode["success_at_end"]) for episode in episodes if "success_at_end" in episode]
     if at_end:
-        rows.append(
-            ("Success at the end", f"{sum(at_end)} of {len(at_end)}, {sum(at_end) / len(at_end):.1%}")
-        )
+        rows.append(("Success at the end", f"{sum(at_end)} of {len(at_end)}, {sum(at_end) / len(at_end):.1%}"))
     for key, name in (("return", "Mean return"), ("length", "Mean length, env steps")):
         found = [episode[key] for episode in episodes if finite(episode.get(key))]
         if found:
@@ -215,16 +203,10 @@ def time_spent(run: Run) -> str:
     bars = []
     whole = run.mean("time/iteration_s")
     if whole:
-        phases = [
-            (name, run.mean(key))
-            for name, key in (("rollout", "time/rollout_s"), ("update", "time/update_s"))
-        ]
+        phases = [(name, run.mean(key)) for name, key in (("rollout", "time/rollout_s"), ("update", "time/update_s"))]
         known = [(name, seconds) for name, seconds in phases if seconds]
         rest = whole - sum(seconds for _, seconds in known)
-        parts = [
-            (f"{name} {seconds:.3g} s", seconds / whole, f"e{i + 1}")
-            for i, (name, seconds) in enumerate(known)
-        ]
+        parts = [(f"{name} {seconds:.3g} s", seconds / whole, f"e{i + 1}") for i, (name, seconds) in enumerate(known)]
         if known and rest > 0.005 * whole:
             parts.append((f"other {rest:.2g} s", rest / whole, "rest"))
         if known:
@@ -326,11 +308,7 @@ def _pairs(rows: Sequence[tuple[str, str]]) -> str:
 def _setting_table(fingerprint: Any) -> str:
     if not fingerprint:
         return ""
-    rows = (
-        [(str(key), _plain(value)) for key, value in fingerprint.items()]
-        if isinstance(fingerprint, dict)
-        else []
-    )
+    rows = [(str(key), _plain(value)) for key, value in fingerprint.items()] if isinstance(fingerprint, dict) else []
     rows = rows or [("fingerprint", _plain(fingerprint))]
     return _folded("What exactly was evaluated", _pairs(rows))
 

@@ -128,9 +128,7 @@ def _html(bars: Sequence[Bar], start: float, end: float, title: str, shown: int,
         rows.setdefault(bar.row, []).append(bar)
     order = sorted(rows, key=lambda row: (rows[row][0].name not in marks, rows[row][0].group, _natural(row)))
     body = "".join(_row(row, rows[row], colour, start, end) for row in order)
-    counted = (
-        f"{total:,} events" if shown == total else f"{shown:,} of {total:,} events drawn, the longest ones"
-    )
+    counted = f"{total:,} events" if shown == total else f"{shown:,} of {total:,} events drawn, the longest ones"
     legend = "".join(
         f'<span class="key"><i class="{colour[name]}"></i>{escape(name)}</span>' for name in names[:COLOURS]
     )

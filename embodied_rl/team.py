@@ -1,7 +1,7 @@
 """The worker groups of an embodied run and the channels between them.
 
-    env --observations--> rollout --trajectories--> actor
-        <----actions-----         <-----weights----
+env --observations--> rollout --trajectories--> actor
+    <----actions-----         <-----weights----
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Team:
 
     def render(self, episodes: list[Episode]) -> list[np.ndarray]:
         """Films of recorded episodes, uint8 [T + 1, H, W, 3]."""
-        calls = [((episodes,), {})] + [(([],), {})] * (len(self.env) - 1)
+        calls: list[tuple[tuple, dict]] = [((episodes,), {})] + [(([],), {})] * (len(self.env) - 1)
         return self.env.render.sharded(calls).result(self.timeout_s)[0]
 
     # ------------------------------------------------------------------------------------------ state and trace

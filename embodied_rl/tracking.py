@@ -59,9 +59,7 @@ class Tracker:
         if resume_step is not None:
             truncate_metrics(run_dir, resume_step)
         elif path.exists() and path.stat().st_size:
-            raise FileExistsError(
-                f"{path} already holds the metrics of a run: resume it or choose another run name"
-            )
+            raise FileExistsError(f"{path} already holds the metrics of a run: resume it or choose another run name")
         self._metrics = path.open("a", encoding="utf-8")
         self._tensorboard = _TensorBoard(run_dir / "tensorboard", resume_step) if tensorboard else None
         mode = resolve_mode(wandb_mode, run_dir)
@@ -167,9 +165,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines):
                 break
-            raise ValueError(
-                f"{path}, line {number} is not a JSON object with a step: {line[:80]!r}"
-            ) from error
+            raise ValueError(f"{path}, line {number} is not a JSON object with a step: {line[:80]!r}") from error
     return rows
 
 
@@ -217,7 +213,7 @@ class _TensorBoard:
         self._writer = EventFileWriter(str(directory), flush_secs=10)
         if resume_step is not None:  # readers purge what earlier files hold from this step on
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+            self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 3, session_log=start))
 
     def scalars(self, step: int, values: Mapping[str, float | int]) -> None:
         summary = self._summary(

@@ -114,9 +114,7 @@ class WandbRun:
         self._calls.put(None)
         self._thread.join(INIT_TIMEOUT_S + FINISH_TIMEOUT_S + 15)
         if self._thread.is_alive():
-            self._warn(
-                f"still uploading after {INIT_TIMEOUT_S + FINISH_TIMEOUT_S:.0f} s, not waiting any longer"
-            )
+            self._warn(f"still uploading after {INIT_TIMEOUT_S + FINISH_TIMEOUT_S:.0f} s, not waiting any longer")
 
     def _work(self) -> None:
         run = self._open()
@@ -143,9 +141,7 @@ class WandbRun:
     def _init(self, mode: Mode) -> Any:
         import wandb
 
-        wandb.setup(
-            wandb.Settings(silent=True, quiet=True)
-        )  # init alone still prints where its key came from
+        wandb.setup(wandb.Settings(silent=True, quiet=True))  # init alone still prints where its key came from
         settings = wandb.Settings(
             silent=True,
             quiet=True,

@@ -50,18 +50,30 @@ def train(config: Config, run_dir: Path, resume: bool, command: str) -> int:
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     (run_dir / "command.txt").write_text(command + "\n")
     log_file = run_dir / "log.txt"
-    logging.basicConfig(filename=log_file, level=logging.INFO, format="%(asctime)s driver %(levelname)s %(message)s", force=True)
+    logging.basicConfig(
+        filename=log_file,
+        level=logging.INFO,
+        format="%(asctime)s driver %(levelname)s %(message)s",
+        force=True,
+    )
     step = int(checkpoint.name.removeprefix("step_")) if checkpoint else 0
     tracker = Tracker(
-        run_dir, config.model_dump(mode="json"), project=config.tracking.project, name=run_dir.name,
-        wandb_mode=config.tracking.wandb, tensorboard=config.tracking.tensorboard,
+        run_dir,
+        config.model_dump(mode="json"),
+        project=config.tracking.project,
+        name=run_dir.name,
+        wandb_mode=config.tracking.wandb,
+        tensorboard=config.tracking.tensorboard,
         resume_step=step if resume else None,
     )
     print(f"run {run_dir}" + (f", resumed after iteration {step}" if checkpoint else ""), flush=True)
     resume_command = command if "--resume" in command else f"{command} --resume"
     with tracker, reported(resume_command):
         with Cluster(
-            config.cluster.address, config.cluster.cpu_slots, config.cluster.timeout_s, str(log_file.absolute())
+            config.cluster.address,
+            config.cluster.cpu_slots,
+            config.cluster.timeout_s,
+            str(log_file.absolute()),
         ) as cluster:
             training = Training(config, run_dir, tracker, Team(config, cluster))
             try:
@@ -114,7 +126,11 @@ class Training:
         self.iteration += 1
         self.env_steps += report.env_steps
         self.episodes += len(report.episodes)
-        metrics = {**self._rollout_metrics(report), **learned, **self._performance(report, policy_calls, start, end)}
+        metrics = {
+            **self._rollout_metrics(report),
+            **learned,
+            **self._performance(report, policy_calls, start, end),
+        }
         metrics |= self._evaluate_if_due()
         last = self.iteration == self.config.train.iterations or self.reached
         self.tracker.log(self.iteration, metrics)
@@ -125,7 +141,10 @@ class Training:
     def _rollout_metrics(self, report: RolloutReport) -> dict[str, float]:
         metrics = evaluation_metrics(report.episodes, self.team.spec.has_success, "rollout")
         metrics |= {"env_steps": self.env_steps, "rollout/episodes": len(report.episodes)}
-        metrics |= {"env/replaced_processes": report.replaced_processes, "env/lost_episodes": report.lost_episodes}
+        metrics |= {
+            "env/replaced_processes": report.replaced_processes,
+            "env/lost_episodes": report.lost_episodes,
+        }
         if report.replaced_processes > self.replaced:
             self.replaced = report.replaced_processes
             print(
@@ -170,7 +189,10 @@ class Training:
 
     def _save(self) -> None:
         state = {
-            "iteration": self.iteration, "env_steps": self.env_steps, "episodes": self.episodes, "reached": self.reached,
+            "iteration": self.iteration,
+            "env_steps": self.env_steps,
+            "episodes": self.episodes,
+            "reached": self.reached,
             "wall_s": self.earlier_s + time.monotonic() - self.started,
         }
         path = self.team.save(self.run_dir, self.iteration, state)
@@ -179,7 +201,11 @@ class Training:
     def load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint exactly where it was written."""
         state = self.team.load(checkpoint.absolute())
-        self.iteration, self.env_steps, self.episodes = state["iteration"], state["env_steps"], state["episodes"]
+        self.iteration, self.env_steps, self.episodes = (
+            state["iteration"],
+            state["env_steps"],
+            state["episodes"],
+        )
         self.reached, self.earlier_s = state["reached"], state["wall_s"]
 
     # ------------------------------------------------------------------------------------------ the end
@@ -189,7 +215,12 @@ class Training:
         episodes = self.team.evaluate(settings.final_episodes, TEST_SEED, settings.deterministic)
         checkpoint, _ = latest_checkpoint(self.run_dir)
         record = write_record(
-            self.run_dir, episodes, self.team.spec.has_success, self.config, TEST_SEED, settings.deterministic,
+            self.run_dir,
+            episodes,
+            self.team.spec.has_success,
+            self.config,
+            TEST_SEED,
+            settings.deterministic,
             checkpoint.name if checkpoint else "",
         )
         self.results.append(describe(record))
@@ -198,7 +229,9 @@ class Training:
         self.tracker.summary(shown)
         rows = [list(episode.values()) for episode in record["episodes"]]
         self.tracker.table(self.iteration, "final/episodes", list(record["episodes"][0]), rows)
-        paths, why_none = record_videos(self.team, episodes, settings.videos, self.run_dir, self.tracker, self.iteration)
+        paths, why_none = record_videos(
+            self.team, episodes, settings.videos, self.run_dir, self.tracker, self.iteration
+        )
         self.results += [f"no videos: {why_none}"] if why_none else []
         self.videos = paths
         self.checkpoint = checkpoint

@@ -1,8 +1,27 @@
 """Simulators behind one vector-env contract. Imports without torch, Ray or any simulator."""
 
-from envs.base import ActionSpec, ChunkResult, Env, EnvError, EnvSettings, EnvSpec, Episode, Observation, VectorEnv, make
+from envs.base import (
+    ActionSpec,
+    ChunkResult,
+    Env,
+    EnvError,
+    EnvSettings,
+    EnvSpec,
+    Episode,
+    Observation,
+    VectorEnv,
+    make,
+)
 
 __all__ = [
-    "ActionSpec", "ChunkResult", "Env", "EnvError", "EnvSettings", "EnvSpec", "Episode", "Observation", "VectorEnv",
+    "ActionSpec",
+    "ChunkResult",
+    "Env",
+    "EnvError",
+    "EnvSettings",
+    "EnvSpec",
+    "Episode",
+    "Observation",
+    "VectorEnv",
     "make",
 ]

@@ -13,6 +13,8 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+Integers = Sequence[int] | np.ndarray
+
 
 class EnvError(Exception):
     """A simulator failed; the message says which env, task, seed and step, and what to do."""
@@ -167,8 +169,10 @@ class VectorEnv(ABC):
 
     @abstractmethod
     def reset(
-        self, env_ids: Sequence[int] | None = None, seeds: Sequence[int] | None = None,
-        init_state_ids: Sequence[int] | None = None,
+        self,
+        env_ids: Integers | None = None,
+        seeds: Integers | None = None,
+        init_state_ids: Integers | None = None,
     ) -> Observation:
         """Begin new episodes in some envs (default: all); without seeds, each env's own next one."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from envs.base import ChunkResult, EnvSpec, Episode, Observation
@@ -63,16 +61,18 @@ class ChunkBuffers:
         """A copy of the current observation."""
         return self._observation("state", "image", instruction)
 
-    def result(self, instruction: str, episodes: list[Episode], lost: Sequence[bool] | None = None) -> ChunkResult:
+    def result(self, instruction: str, episodes: list[Episode], lost: np.ndarray | None = None) -> ChunkResult:
         """A copy of the last chunk's outcome."""
         ended = (self.terminated | self.truncated).any(axis=1)
         return ChunkResult(
             observation=self.observation(instruction),
-            reward=self.reward.copy(), terminated=self.terminated.copy(), truncated=self.truncated.copy(),
+            reward=self.reward.copy(),
+            terminated=self.terminated.copy(),
+            truncated=self.truncated.copy(),
             valid=self.valid.copy(),
             final_observation=self._observation("final_state", "final_image", instruction) if ended.any() else {},
             ended=ended,
-            lost=np.zeros(len(self.reward), bool) if lost is None else np.array(lost, bool),
+            lost=np.zeros(len(self.reward), bool) if lost is None else lost,
             episodes=episodes,
         )
 
@@ -88,11 +88,18 @@ class ChunkBuffers:
 def _fields(spec: EnvSpec, n: int, c: int) -> list[tuple[str, tuple[int, ...], type]]:
     state, image = (n, spec.state_size or 0), (n, *(spec.image_shape or (0, 0, 0, 3)))
     return [
-        ("action", (n, c, spec.action.size), np.float32), ("reward", (n, c), np.float32),
-        ("terminated", (n, c), np.bool_), ("truncated", (n, c), np.bool_), ("valid", (n, c), np.bool_),
-        ("state", state, np.float32), ("final_state", state, np.float32),
-        ("image", image, np.uint8), ("final_image", image, np.uint8),
-        ("episode_number", (n,), np.int64), ("episode_seed", (n,), np.int64), ("episode_step", (n,), np.int64),
+        ("action", (n, c, spec.action.size), np.float32),
+        ("reward", (n, c), np.float32),
+        ("terminated", (n, c), np.bool_),
+        ("truncated", (n, c), np.bool_),
+        ("valid", (n, c), np.bool_),
+        ("state", state, np.float32),
+        ("final_state", state, np.float32),
+        ("image", image, np.uint8),
+        ("final_image", image, np.uint8),
+        ("episode_number", (n,), np.int64),
+        ("episode_seed", (n,), np.int64),
+        ("episode_step", (n,), np.int64),
         ("running", (n,), np.bool_),
     ]
 

@@ -65,9 +65,7 @@ def missing_assets(env_id: str) -> list[str]:
     root = asset_root()
 
     def is_missing(asset: str) -> bool:
-        paths = (
-            [root / sources[asset]] if asset in sources else [root / path for path in groups.get(asset, [])]
-        )
+        paths = [root / sources[asset]] if asset in sources else [root / path for path in groups.get(asset, [])]
         return not all(path.exists() for path in paths)
 
     return [asset for asset in entry.assets if is_missing(asset)]
@@ -255,11 +253,7 @@ def _is_text(node: ast.AST | None) -> bool:
 
 
 def _texts(node: ast.AST) -> list[str]:
-    return [
-        part.value
-        for part in ast.walk(node)
-        if isinstance(part, ast.Constant) and isinstance(part.value, str)
-    ]
+    return [part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)]
 
 
 # --- assets -------------------------------------------------------------------------------------------------

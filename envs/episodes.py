@@ -13,7 +13,19 @@ from typing import Any
 import numpy as np
 
 from envs import base
-from envs.base import ActionSpec, ChunkResult, Env, EnvError, EnvSettings, EnvSpec, Episode, Observation, Step, VectorEnv
+from envs.base import (
+    ActionSpec,
+    ChunkResult,
+    Env,
+    EnvError,
+    EnvSettings,
+    EnvSpec,
+    Episode,
+    Integers,
+    Observation,
+    Step,
+    VectorEnv,
+)
 from envs.buffers import ChunkBuffers
 
 
@@ -49,10 +61,22 @@ class EpisodicVectorEnv(VectorEnv):
     """
 
     def __init__(
-        self, settings: EnvSettings, env_ids: Sequence[int], seed: int = 0, group_size: int = 1,
-        auto_reset: bool = True, record_actions: bool = False, buffers: ChunkBuffers | None = None, chunk: int = 1,
+        self,
+        settings: EnvSettings,
+        env_ids: Sequence[int],
+        seed: int = 0,
+        group_size: int = 1,
+        auto_reset: bool = True,
+        record_actions: bool = False,
+        buffers: ChunkBuffers | None = None,
+        chunk: int = 1,
     ) -> None:
-        self.settings, self.seed, self.auto_reset, self.record_actions = settings, seed, auto_reset, record_actions
+        self.settings, self.seed, self.auto_reset, self.record_actions = (
+            settings,
+            seed,
+            auto_reset,
+            record_actions,
+        )
         self.slots = [_Slot(base.make(settings), env_id, env_id // group_size) for env_id in env_ids]
         self.num_envs, self.chunk = len(self.slots), chunk
         self.spec = self._make_spec(self.slots[0].env)
@@ -74,7 +98,9 @@ class EpisodicVectorEnv(VectorEnv):
         full = env.action
         beyond = [d for d in self.settings.fixed_actions if not 0 <= d < full.size]
         if beyond:
-            raise EnvError(f"fixed_actions names dimension {beyond[0]}, but {self.settings.id} has 0 to {full.size - 1}")
+            raise EnvError(
+                f"fixed_actions names dimension {beyond[0]}, but {self.settings.id} has 0 to {full.size - 1}"
+            )
         free = [d for d in range(full.size) if d not in self.settings.fixed_actions]
         action = ActionSpec(tuple(full.low[d] for d in free), tuple(full.high[d] for d in free), full.num_choices)
         env.reset(0, None)
@@ -91,13 +117,17 @@ class EpisodicVectorEnv(VectorEnv):
     # ------------------------------------------------------------------------------------------ contract
 
     def reset(
-        self, env_ids: Sequence[int] | None = None, seeds: Sequence[int] | None = None,
-        init_state_ids: Sequence[int] | None = None,
+        self,
+        env_ids: Integers | None = None,
+        seeds: Integers | None = None,
+        init_state_ids: Integers | None = None,
     ) -> Observation:
         rows = range(self.num_envs) if env_ids is None else env_ids
         for i, row in enumerate(rows):
             self._begin(
-                row, None if seeds is None else int(seeds[i]), None if init_state_ids is None else int(init_state_ids[i])
+                row,
+                None if seeds is None else int(seeds[i]),
+                None if init_state_ids is None else int(init_state_ids[i]),
             )
             self._write_observation(row, final=False)
         return self.observation()
@@ -108,7 +138,9 @@ class EpisodicVectorEnv(VectorEnv):
     def chunk_step_async(self, actions: np.ndarray) -> None:
         expected = (self.num_envs, self.chunk, self.spec.action.size)
         if actions.shape != expected:
-            raise ValueError(f"actions have shape {actions.shape}, expected {expected} (envs, chunk, action dimensions)")
+            raise ValueError(
+                f"actions have shape {actions.shape}, expected {expected} (envs, chunk, action dimensions)"
+            )
         self._actions = actions
 
     def chunk_step_wait(self) -> ChunkResult:
@@ -123,7 +155,7 @@ class EpisodicVectorEnv(VectorEnv):
 
     def run_chunk(self, actions: np.ndarray) -> list[Episode]:
         """Execute a chunk in every env and leave the outcome in the buffers; returns the episodes that ended."""
-        episodes = []
+        episodes: list[Episode] = []
         self.buffers.clear()
         for row, slot in enumerate(self.slots):
             if slot.ended:
@@ -141,7 +173,9 @@ class EpisodicVectorEnv(VectorEnv):
     def state(self) -> list[dict[str, Any]]:
         return [
             {
-                "number": slot.number, "seed": slot.seed, "init_state_id": slot.init_state_id,
+                "number": slot.number,
+                "seed": slot.seed,
+                "init_state_id": slot.init_state_id,
                 "actions": np.stack(slot.actions) if slot.actions else np.zeros((0, self.spec.action.size), np.float32),
             }
             for slot in self.slots
@@ -209,8 +243,15 @@ class EpisodicVectorEnv(VectorEnv):
     def _record(self, slot: _Slot) -> Episode:
         actions = np.stack(slot.actions) if self.record_actions else None
         return Episode(
-            slot.env_id, slot.seed, slot.init_state_id, self.settings.id, slot.length, slot.episode_return,
-            slot.success_once, slot.success_now, actions,
+            slot.env_id,
+            slot.seed,
+            slot.init_state_id,
+            self.settings.id,
+            slot.length,
+            slot.episode_return,
+            slot.success_once,
+            slot.success_now,
+            actions,
         )
 
     def _write_observation(self, row: int, final: bool) -> None:

@@ -103,8 +103,8 @@ def default_horizon(env_id: str) -> int:
 def _make(settings: EnvSettings, renders: bool, num_envs: int, sim_backend: str) -> Any:
     simulator = settings.simulator
     options: dict[str, Any] = {"num_envs": num_envs, "sim_backend": sim_backend}
-    mode = {("state",): "state", ("image",): "rgb"}.get(tuple(settings.observation), "rgb+state")
-    options["obs_mode"] = mode
+    modes: dict[tuple[str, ...], str] = {("state",): "state", ("image",): "rgb"}
+    options["obs_mode"] = modes.get(settings.observation, "rgb+state")
     options["reward_mode"] = simulator.get("reward_mode", "normalized_dense")
     if simulator.get("control_mode"):
         options["control_mode"] = simulator["control_mode"]
@@ -113,7 +113,11 @@ def _make(settings: EnvSettings, renders: bool, num_envs: int, sim_backend: str)
         options["sim_config"] = rates
     if renders:
         size = simulator.get("image_size", 128)
-        options["sensor_configs"] = {"shader_pack": simulator.get("shader", "minimal"), "width": size, "height": size}
+        options["sensor_configs"] = {
+            "shader_pack": simulator.get("shader", "minimal"),
+            "width": size,
+            "height": size,
+        }
         options["render_backend"] = "cpu" if sim_backend == "physx_cpu" else "gpu"
         options["render_mode"] = "rgb_array"
         return _gym_make(settings.id, options)
@@ -154,7 +158,9 @@ def _without_renderer() -> Any:
     import sapien
 
     modules = (sapien.render, sapien.pysapien.render)
-    kept = [(module, name, getattr(module, name)) for module in modules for name in ("RenderMaterial", "RenderTexture2D")]
+    kept = [
+        (module, name, getattr(module, name)) for module in modules for name in ("RenderMaterial", "RenderTexture2D")
+    ]
     for module, name, _ in kept:
         setattr(module, name, _Inert)
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from socket import socketpair
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.base import ChunkResult, EnvError, EnvSettings, Episode, Observation, VectorEnv
+from envs.base import ChunkResult, EnvError, EnvSettings, Episode, Integers, Observation, VectorEnv
 from envs.buffers import ChunkBuffers
 from envs.process import VectorArgs
 
@@ -44,11 +45,18 @@ class _Process:
         self.answers: dict[int, deque[Any]] = {}
         ours, theirs = socketpair()
         root = str(Path(__file__).resolve().parent.parent)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        }
         environment.setdefault("OMP_NUM_THREADS", "1")
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "envs.process", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment,
+            [sys.executable, "-m", "envs.process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
         )
         assert self.popen.stderr is not None
         os.set_blocking(self.popen.stderr.fileno(), False)
@@ -57,10 +65,8 @@ class _Process:
         self.connection = Connection(ours.detach())
 
     def send(self, *command: Any) -> None:
-        try:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died: the wait for the answer finds out why
             self.connection.send(command)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it died: the wait for the answer finds out why
 
     def receive(self, key: int, timeout: float) -> Any:
         """The next answer for one set. Raises _Lost, or EnvError with the process's own error."""
@@ -127,8 +133,14 @@ class EnvPool:
         return [process.popen.pid for process in self.processes]
 
     def vector_env(
-        self, settings: EnvSettings, env_ids: Sequence[int], chunk: int = 1, seed: int = 0, group_size: int = 1,
-        auto_reset: bool = True, record_actions: bool = False,
+        self,
+        settings: EnvSettings,
+        env_ids: Sequence[int],
+        chunk: int = 1,
+        seed: int = 0,
+        group_size: int = 1,
+        auto_reset: bool = True,
+        record_actions: bool = False,
     ) -> PooledVectorEnv:
         """A vector env over the pool's processes; see `EpisodicVectorEnv` for the arguments. Raises EnvError."""
         args = VectorArgs(settings, tuple(env_ids), seed, group_size, auto_reset, record_actions, chunk)
@@ -202,17 +214,20 @@ class PooledVectorEnv(VectorEnv):
     # ------------------------------------------------------------------------------------------ contract
 
     def reset(
-        self, env_ids: Sequence[int] | None = None, seeds: Sequence[int] | None = None,
-        init_state_ids: Sequence[int] | None = None,
+        self,
+        env_ids: Integers | None = None,
+        seeds: Integers | None = None,
+        init_state_ids: Integers | None = None,
     ) -> Observation:
         wanted = list(range(self.num_envs)) if env_ids is None else [int(i) for i in env_ids]
         for number in self._used():
             first, last = self.shares[number]
             chosen = [i for i, row in enumerate(wanted) if first <= row < last]
             rows = [wanted[i] - first for i in chosen]
-            pick = lambda values: None if values is None else [values[i] for i in chosen]  # noqa: E731
             if rows:
-                self._ask(number, "reset", rows, pick(seeds), pick(init_state_ids))
+                own_seeds = None if seeds is None else [int(seeds[i]) for i in chosen]
+                own_init_states = None if init_state_ids is None else [int(init_state_ids[i]) for i in chosen]
+                self._ask(number, "reset", rows, own_seeds, own_init_states)
         self._collect()
         for number in self._used():  # whoever was reset as a whole has nothing left to lose
             self._lost[number] &= not set(range(*self.shares[number])) <= set(wanted)
@@ -320,7 +335,7 @@ class PooledVectorEnv(VectorEnv):
         self.in_flight[number] = True
 
     def _collect(self) -> dict[int, Any]:
-        """The answers of all processes asked. One that died is replaced: its chunk is lost, other commands are repeated."""
+        """The answers of all processes asked. One that died is replaced: its chunk is lost, others are repeated."""
         answers = {}
         for number in self._used():
             while self.in_flight[number]:

@@ -51,7 +51,12 @@ class EnvProcess:
 
     def make(self, key: int, args: VectorArgs) -> EnvSpec:
         self.sets[key] = EpisodicVectorEnv(
-            args.settings, args.env_ids, args.seed, args.group_size, args.auto_reset, args.record_actions,
+            args.settings,
+            args.env_ids,
+            args.seed,
+            args.group_size,
+            args.auto_reset,
+            args.record_actions,
             chunk=args.chunk,
         )
         return self.sets[key].spec

@@ -18,6 +18,12 @@ from policies.noise import SlotNoise
 class MLPPolicy(Policy):
     """Options: hidden, log_std, normalise_observations, observation_clip (see PolicyConfig)."""
 
+    action_middle: Tensor
+    action_half: Tensor
+    observation_count: Tensor
+    observation_mean: Tensor
+    observation_var: Tensor
+
     def __init__(self, settings: PolicySettings) -> None:
         super().__init__()
         if settings.state_size is None:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+Integers = Sequence[int] | np.ndarray
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LANES = 64  # arrays are padded to whole SIMD vectors, so that a number does not depend on its position
 
@@ -23,7 +25,7 @@ class SlotNoise:
         draws: draws each slot has made so far.
     """
 
-    def __init__(self, seed: int, slots: Sequence[int], draws: Sequence[int] | None = None) -> None:
+    def __init__(self, seed: int, slots: Integers, draws: Integers | None = None) -> None:
         self.keys = _mix(_mix(np.full(len(slots), seed, np.uint64)) ^ np.asarray(slots, np.uint64) * _GOLDEN)
         self.draws = np.zeros(len(slots), np.uint64) if draws is None else np.asarray(draws, np.uint64)
 

@@ -177,8 +177,16 @@ class Channel:
     """
 
     def __init__(
-        self, name: str, address: str, remote_address: str | None, hub_host: str, capacity: int = 16,
-        producers: str = "", consumers: str = "", receivers: tuple[Location, ...] = (), timeout_s: float = 600.0,
+        self,
+        name: str,
+        address: str,
+        remote_address: str | None,
+        hub_host: str,
+        capacity: int = 16,
+        producers: str = "",
+        consumers: str = "",
+        receivers: tuple[Location, ...] = (),
+        timeout_s: float = 600.0,
     ) -> None:
         self.name, self.capacity, self.timeout_s = name, capacity, timeout_s
         self.producers, self.consumers, self.receivers = producers, consumers, receivers
@@ -290,7 +298,7 @@ class _Client:
     """One DEALER socket for a thread; requests are answered in any order and matched by number."""
 
     def __init__(self, address: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.connect(address)
         self._numbers = itertools.count()

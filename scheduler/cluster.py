@@ -39,7 +39,10 @@ class Cluster:
     """
 
     def __init__(
-        self, address: str | None = None, cpu_slots: int | None = None, timeout_s: float = 600.0,
+        self,
+        address: str | None = None,
+        cpu_slots: int | None = None,
+        timeout_s: float = 600.0,
         log_file: str | None = None,
     ) -> None:
         import ray
@@ -79,10 +82,8 @@ class Cluster:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         mailbox = self.channel(f"mail/{name}", capacity=4)
-        context = Context(
-            name, 0, len(placement.ranks), (), self.kind, (), self.host, mailbox, self.log_file
-        )
-        actors = []
+        context = Context(name, 0, len(placement.ranks), (), self.kind, (), self.host, mailbox, self.log_file)
+        actors: list[Any] = []
         for rank, indices in enumerate(placement.ranks):
             devices = [self.devices[index] for index in indices]
             node = devices[0].node
@@ -103,7 +104,11 @@ class Cluster:
             group.locations = handle.result()
 
     def channel(
-        self, name: str, capacity: int = 16, producers: WorkerGroup | None = None, consumers: WorkerGroup | None = None
+        self,
+        name: str,
+        capacity: int = 16,
+        producers: WorkerGroup | None = None,
+        consumers: WorkerGroup | None = None,
     ) -> Channel:
         """A channel between groups (None: the driver, or anyone). Knowing the consumers lets bytes move faster."""
         if consumers is not None:
@@ -111,9 +116,15 @@ class Cluster:
         else:
             receivers = (Location(self.host, -1),) if len({d.node for d in self.devices}) == 1 else ()
         return Channel(
-            name, self.hub.local_address, self.hub.remote_address, self.host, capacity,
-            producers.name if producers else "the driver", consumers.name if consumers else "the driver",
-            receivers, self.timeout_s,
+            name,
+            self.hub.local_address,
+            self.hub.remote_address,
+            self.host,
+            capacity,
+            producers.name if producers else "the driver",
+            consumers.name if consumers else "the driver",
+            receivers,
+            self.timeout_s,
         )
 
     def shutdown(self) -> None:

@@ -35,7 +35,15 @@ class Trace:
         self.track = track
         self.events: list[Event] = []
 
-    def add(self, name: str, start: float, end: float, category: str = "work", track: str | None = None, **args: Any) -> None:
+    def add(
+        self,
+        name: str,
+        start: float,
+        end: float,
+        category: str = "work",
+        track: str | None = None,
+        **args: Any,
+    ) -> None:
         self.events.append(Event(track or self.track, name, category, start, end, args))
 
     @contextmanager
@@ -86,12 +94,25 @@ def write_chrome_trace(events: Iterable[Event], path: Path) -> None:
         if event.track not in tracks:
             tracks[event.track] = len(tracks) + 1
             rows.append(
-                {"ph": "M", "name": "thread_name", "pid": groups[group], "tid": tracks[event.track],
-                 "args": {"name": event.track}}
+                {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": groups[group],
+                    "tid": tracks[event.track],
+                    "args": {"name": event.track},
+                }
             )
         rows.append(
-            {"ph": "X", "name": event.name, "cat": event.category, "pid": groups[group], "tid": tracks[event.track],
-             "ts": round(event.start * 1e6, 1), "dur": round((event.end - event.start) * 1e6, 1), "args": event.args}
+            {
+                "ph": "X",
+                "name": event.name,
+                "cat": event.category,
+                "pid": groups[group],
+                "tid": tracks[event.track],
+                "ts": round(event.start * 1e6, 1),
+                "dur": round((event.end - event.start) * 1e6, 1),
+                "args": event.args,
+            }
         )
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))

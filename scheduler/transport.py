@@ -273,7 +273,7 @@ def _hold(name: str, size: int, spans: Sequence[tuple[int, int]]) -> list[memory
     for offset, length in spans:
         array = np.frombuffer(memory, np.uint8, count=length, offset=offset)
         weakref.finalize(array, lease.drop).atexit = False
-        views.append(memoryview(array))
+        views.append(memoryview(array))  # type: ignore[arg-type]
     return views
 
 

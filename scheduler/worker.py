@@ -30,7 +30,13 @@ class WorkerFailed(Exception):
 
     def __init__(self, worker: str, summary: str, details: str = "", at: float = 0.0, secondary: bool = False) -> None:
         super().__init__(worker, summary, details, at, secondary)
-        self.worker, self.summary, self.details, self.at, self.secondary = worker, summary, details, at, secondary
+        self.worker, self.summary, self.details, self.at, self.secondary = (
+            worker,
+            summary,
+            details,
+            at,
+            secondary,
+        )
 
     def __str__(self) -> str:
         return f"{self.worker} {self.summary}" + (f"\n{self.details}" if self.details else "")
@@ -139,7 +145,10 @@ class _Host:
             return work()
         except Exception as error:
             failure = WorkerFailed(
-                self.context.name, f"failed: {type(error).__name__}: {error}", traceback.format_exc(), time.time(),
+                self.context.name,
+                f"failed: {type(error).__name__}: {error}",
+                traceback.format_exc(),
+                time.time(),
                 secondary=isinstance(error, ChannelClosed | ChannelTimeout | WorkerFailed),
             )
             logging.getLogger(__name__).error("%s", failure)
@@ -180,13 +189,15 @@ class GroupMethod:
     def sharded(self, calls: Sequence[tuple[tuple, dict]]) -> Handle:
         """Call with arguments of its own for each rank: `calls[rank] = (args, kwargs)`."""
         if len(calls) != len(self.group.actors):
-            raise ValueError(f"{self.group.name} has {len(self.group.actors)} ranks, but {len(calls)} shards were given")
+            raise ValueError(
+                f"{self.group.name} has {len(self.group.actors)} ranks, but {len(calls)} shards were given"
+            )
         refs = [actor.call.remote(self.name, a, k) for actor, (a, k) in zip(self.group.actors, calls, strict=True)]
         return Handle(self.group, refs)
 
 
 class WorkerGroup:
-    """All ranks of one worker class. `group.method(...)` calls `method` on every rank and returns a `Handle`."""
+    """All ranks of one worker class; `group.method(...)` calls it on every rank and returns a `Handle`."""
 
     def __init__(self, name: str, worker_class: type[Worker], actors: list[Any], hub_address: str) -> None:
         self.name, self.actors, self.hub_address = name, actors, hub_address
@@ -212,7 +223,7 @@ def wait_all(handles: Sequence[Handle], timeout: float | None = None) -> None:
     Raises the first cause: a WorkerDied or WorkerFailed. Raises TimeoutError naming who is still at work.
     """
     owner = {ref: (h.group, rank) for h in handles for rank, ref in enumerate(h.refs)}
-    pending, failures = list(owner), []
+    pending, failures = list(owner), list[WorkerFailed]()
     deadline = None if timeout is None else time.monotonic() + timeout
     while pending:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -238,7 +249,8 @@ def _failure_of(ref: Any, group: WorkerGroup, rank: int) -> WorkerFailed | None:
         result = ray.get(ref)
     except RayActorError as error:
         reason = " ".join(str(error).split("\n")[0].split())
-        return WorkerDied(group.worker_name(rank), "died: its process ended (killed, out of memory or crashed)", reason, time.time())
+        summary = "died: its process ended (killed, out of memory or crashed)"
+        return WorkerDied(group.worker_name(rank), summary, reason, time.time())
     return result if isinstance(result, WorkerFailed) else None
 
 

@@ -50,9 +50,7 @@ def gae(
     Raises:
         ValueError: the shapes differ, or a mask is not bool.
     """
-    require_same_shape(
-        reward=reward, value=value, next_value=next_value, terminated=terminated, truncated=truncated
-    )
+    require_same_shape(reward=reward, value=value, next_value=next_value, terminated=terminated, truncated=truncated)
     require_bool(terminated=terminated, truncated=truncated)
     valid = _valid_or_all(valid, reward)
     value = torch.where(valid, value.float(), 0.0)
@@ -134,9 +132,7 @@ def zero_std_fraction(score: Tensor, group_id: Tensor, valid: Tensor | None = No
 
 
 @torch.no_grad()
-def groups_within(
-    success: Tensor, group_id: Tensor, low: float, high: float, valid: Tensor | None = None
-) -> Tensor:
+def groups_within(success: Tensor, group_id: Tensor, low: float, high: float, valid: Tensor | None = None) -> Tensor:
     """Which entries belong to a group neither too easy nor too hard (dynamic sampling, arXiv 2503.14476).
 
     Args:

@@ -62,8 +62,7 @@ def log_ratio(logprob: Tensor, old_logprob: Tensor, mask: Tensor, level: RatioLe
     require_bool(mask=mask)
     if logprob.ndim < 2 or mask.shape != logprob.shape[:-1]:
         raise ValueError(
-            "expected logprob [..., C, A] and mask [..., C], "
-            f"got {list(logprob.shape)} and {list(mask.shape)}"
+            f"expected logprob [..., C, A] and mask [..., C], got {list(logprob.shape)} and {list(mask.shape)}"
         )
     token_mask = mask.unsqueeze(-1).expand_as(logprob)
     difference = torch.where(token_mask, logprob.float() - old_logprob.detach().float(), 0.0)
@@ -148,9 +147,7 @@ def cispo_loss(
 
 
 @torch.no_grad()
-def importance_weight(
-    logprob_old: Tensor, logprob_sampler: Tensor, cap: float, mask: Tensor | None = None
-) -> Tensor:
+def importance_weight(logprob_old: Tensor, logprob_sampler: Tensor, cap: float, mask: Tensor | None = None) -> Tensor:
     """Truncated importance weight `min(exp(logprob_old - logprob_sampler), cap)`.
 
     It multiplies the loss per element where the sampler was not exactly the trainer's old policy: another

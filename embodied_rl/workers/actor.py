@@ -66,10 +66,17 @@ class ActorWorker(Worker):
             self._join_peers()
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        rates = {False: self.config.algorithm.lr, True: self.config.algorithm.value_lr or self.config.algorithm.lr}
+        rates = {
+            False: self.config.algorithm.lr,
+            True: self.config.algorithm.value_lr or self.config.algorithm.lr,
+        }
         named = list(self.policy.named_parameters())
         return [
-            {"params": [p for name, p in named if name.startswith("critic") is critic], "lr": rate, "base_lr": rate}
+            {
+                "params": [p for name, p in named if name.startswith("critic") is critic],
+                "lr": rate,
+                "base_lr": rate,
+            }
             for critic, rate in rates.items()
         ]
 
@@ -146,8 +153,14 @@ class ActorWorker(Worker):
         reward = torch.where(rollout.valid, rollout.reward, 0.0).sum(-1)
         if self.config.algorithm.name == "ppo":
             advantage, returns = rl.gae(
-                reward, rollout.value, rollout.next_value, rollout.terminated.any(-1), rollout.truncated.any(-1),
-                self.config.algorithm.gamma, self.config.algorithm.lam, valid,
+                reward,
+                rollout.value,
+                rollout.next_value,
+                rollout.terminated.any(-1),
+                rollout.truncated.any(-1),
+                self.config.algorithm.gamma,
+                self.config.algorithm.lam,
+                valid,
             )
         else:
             advantage, valid = self._group_advantage(rollout, reward, valid, sums)
@@ -159,9 +172,12 @@ class ActorWorker(Worker):
         device = self.device
         return _Batch(
             observation={key: value[valid].to(device) for key, value in rollout.observation.items()},
-            token=rollout.token[valid].to(device), logprob=rollout.logprob[valid].to(device),
-            valid=rollout.valid[valid].to(device), value=rollout.value[valid].to(device),
-            advantage=advantage[valid].to(device), returns=returns[valid].to(device),
+            token=rollout.token[valid].to(device),
+            logprob=rollout.logprob[valid].to(device),
+            valid=rollout.valid[valid].to(device),
+            value=rollout.value[valid].to(device),
+            advantage=advantage[valid].to(device),
+            returns=returns[valid].to(device),
         )
 
     def _group_advantage(
@@ -177,7 +193,10 @@ class ActorWorker(Worker):
         sums.add("grpo/zero_std_fraction", rl.zero_std_fraction(score, group_id, intact))
         kept = intact
         if algorithm.filter_low is not None or algorithm.filter_high is not None:
-            low, high = algorithm.filter_low or 0.0, 1.0 if algorithm.filter_high is None else algorithm.filter_high
+            low, high = (
+                algorithm.filter_low or 0.0,
+                1.0 if algorithm.filter_high is None else algorithm.filter_high,
+            )
             kept = intact & rl.groups_within(success, group_id, low, high, intact)
             sums.add("grpo/kept_fraction", float(kept.float().mean()))
         return advantage.expand_as(reward), valid & kept
@@ -221,7 +240,11 @@ class ActorWorker(Worker):
         policy = rl.normaliser(mask, algorithm.aggregation, max_length=int(mask[0].numel()) if len(mask) else 1)
         elements = mask.sum().float()
         decisions = torch.tensor(float(len(minibatch)), device=self.device)
-        return {"policy": self._total(policy), "elements": self._total(elements), "value": self._total(decisions)}
+        return {
+            "policy": self._total(policy),
+            "elements": self._total(elements),
+            "value": self._total(decisions),
+        }
 
     def _loss(self, micro: _Batch, totals: dict[str, Tensor], sums: Sums) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the global loss, and of the mean divergence."""
@@ -237,7 +260,12 @@ class ActorWorker(Worker):
         loss = policy_loss - algorithm.entropy_coef * entropy_mean
         if algorithm.name == "ppo":
             per_value, value_clipped = rl.value_loss(
-                value, micro.value, micro.returns, algorithm.value_clip, algorithm.value_loss, algorithm.huber_delta
+                value,
+                micro.value,
+                micro.returns,
+                algorithm.value_clip,
+                algorithm.value_loss,
+                algorithm.huber_delta,
             )
             value_loss = per_value.sum() / totals["value"]
             loss = loss + algorithm.value_coef * value_loss
@@ -284,10 +312,9 @@ class ActorWorker(Worker):
 
     def save(self, run_dir: Path, step: int, state: dict[str, Any], envs: list[dict[str, Any]]) -> Path | None:
         """Write a checkpoint (rank 0 does), with the driver's and the env workers' state beside our own."""
-        generators = [self.generator.get_state()]
+        generators: list[Any] = [self.generator.get_state()] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(gathered := [None] * self.world_size, generators[0])
-            generators = gathered
+            dist.all_gather_object(generators, self.generator.get_state())
         if self.rank > 0:
             return None
         parts = {

@@ -6,7 +6,7 @@ Each of its S pipeline stages is a vector env of its own; while the policy looks
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from embodied_rl.build import env_settings
 from embodied_rl.config import Config
 from embodied_rl.data import Observed, RolloutReport, StreamId
-from envs.base import ChunkResult, EnvSpec, Episode, Observation, VectorEnv, evaluation_seed
+from envs.base import ChunkResult, EnvSpec, Episode, Integers, Observation, VectorEnv, evaluation_seed
 from envs.pool import EnvPool
 from scheduler.channel import Channel
 from scheduler.worker import Worker
@@ -39,9 +39,13 @@ class EnvWorker(Worker):
 
     def _make(self, stage: int, evaluates: bool = False) -> VectorEnv:
         return self.pool.vector_env(
-            env_settings(self.config.env), self._slots(stage), chunk=self.config.policy.chunk, seed=self.config.seed,
+            env_settings(self.config.env),
+            self._slots(stage),
+            chunk=self.config.policy.chunk,
+            seed=self.config.seed,
             group_size=self.config.algorithm.group_size if self.grouped else 1,
-            auto_reset=not (evaluates or self.grouped), record_actions=evaluates,
+            auto_reset=not (evaluates or self.grouped),
+            record_actions=evaluates,
         )
 
     def _slots(self, stage: int) -> range:
@@ -96,7 +100,12 @@ class EnvWorker(Worker):
         return result
 
     def _send(
-        self, observations: Channel, receivers: int, stage: int, step: int, observation: Observation,
+        self,
+        observations: Channel,
+        receivers: int,
+        stage: int,
+        step: int,
+        observation: Observation,
         outcome: ChunkResult | None = None,
     ) -> None:
         slots, draws = np.array(self._slots(stage), np.int64), self.draws[stage].copy()
@@ -148,7 +157,8 @@ class EnvWorker(Worker):
     def save(self) -> dict[str, Any]:
         """Where every env stands; `load` goes on from there exactly."""
         return {
-            "draws": self.draws.tolist(), "started": self.started,
+            "draws": self.draws.tolist(),
+            "started": self.started,
             "stages": [
                 [{**slot, "actions": torch.from_numpy(slot["actions"])} for slot in env.state()]
                 for env in self.train_envs
@@ -195,7 +205,7 @@ class _LiveStage:
         pairs = list(zip(rows, seeds))  # noqa: B905  (fewer seeds than rows at the end)
         self._restart([row for row, _ in pairs], [seed for _, seed in pairs])
 
-    def _restart(self, rows: Sequence[int], seeds: Sequence[int]) -> None:
+    def _restart(self, rows: Integers, seeds: Integers) -> None:
         if len(rows):
             self.seeds[rows], self.draws[rows], self.running[rows] = seeds, 0, True
             self.observation = self.env.reset(rows, seeds)

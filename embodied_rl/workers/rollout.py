@@ -13,7 +13,7 @@ from embodied_rl.build import build_policy
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.config import Config
 from embodied_rl.data import Observed, Trajectories
-from envs.base import ChunkResult, EnvSpec
+from envs.base import ChunkResult, EnvSpec, Observation
 from policies import Policy, PolicyOutput, SlotNoise
 from scheduler.channel import Channel
 from scheduler.worker import Worker
@@ -43,7 +43,9 @@ class RolloutWorker(Worker):
         with self.trace.span("load weights"):
             self.policy.load_state_dict(weights.get(key=self.rank))
 
-    def generate(self, observations: Channel, actions: Channel, trajectories: Channel, streams: int, receivers: int) -> int:
+    def generate(
+        self, observations: Channel, actions: Channel, trajectories: Channel, streams: int, receivers: int
+    ) -> int:
         """Serve this rank's share of one rollout's `streams` and send their trajectories to `receivers` actor workers.
 
         Returns the number of policy calls.
@@ -56,12 +58,20 @@ class RolloutWorker(Worker):
             with self.trace.span("inference", stage=message.stream.stage):
                 observation = self._to_device(message.observation)
                 if message.step == steps:
-                    recorder.outcome(steps - 1, message.outcome, self._value(observation), self._final_values(message.outcome))
+                    recorder.outcome(
+                        steps - 1,
+                        message.outcome,
+                        self._value(observation),
+                        self._final_values(message.outcome),
+                    )
                 else:
                     output = self._act(observation, message, deterministic=False)
                     if message.outcome is not None:
                         recorder.outcome(
-                            message.step - 1, message.outcome, output.value, self._final_values(message.outcome)
+                            message.step - 1,
+                            message.outcome,
+                            output.value,
+                            self._final_values(message.outcome),
                         )
                     recorder.decision(message.step, observation, output)
                     actions.put(output.action.cpu().numpy(), key=message.stream.key)
@@ -119,7 +129,7 @@ class RolloutWorker(Worker):
         size = self.config.inference_block if self.config.deterministic else count
         return [slice(first, first + size) for first in range(0, count, size)]
 
-    def _to_device(self, observation: Any) -> dict[str, Any]:
+    def _to_device(self, observation: Observation) -> dict[str, Any]:
         return {
             key: torch.as_tensor(value).to(self.device) if isinstance(value, np.ndarray) else value
             for key, value in observation.items()
@@ -166,9 +176,17 @@ class _Recorder:
             key: torch.stack([kept[key] for kept, _ in self.decisions]).cpu() for key in self.decisions[0][0]
         }
         return Trajectories(
-            stream=self.first.stream, observation=observation, token=stack("token"), logprob=stack("logprob"),
-            value=stack("value"), next_value=torch.stack([value for _, value in self.outcomes]).cpu(),
-            reward=numbers("reward"), terminated=numbers("terminated"), truncated=numbers("truncated"),
-            valid=numbers("valid"), success=torch.from_numpy(success), lost=numbers("lost"),
+            stream=self.first.stream,
+            observation=observation,
+            token=stack("token"),
+            logprob=stack("logprob"),
+            value=stack("value"),
+            next_value=torch.stack([value for _, value in self.outcomes]).cpu(),
+            reward=numbers("reward"),
+            terminated=numbers("terminated"),
+            truncated=numbers("truncated"),
+            valid=numbers("valid"),
+            success=torch.from_numpy(success),
+            lost=numbers("lost"),
             env_ids=torch.from_numpy(np.array(self.first.slots)),
         )

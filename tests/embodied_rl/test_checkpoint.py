@@ -38,9 +38,7 @@ def parts() -> dict[str, Any]:
 
 
 def save(run: Path, step: int, keep: int = 3) -> Path:
-    return save_checkpoint(
-        run, step, {"policy": {"w": torch.full((3,), float(step))}}, {"step": step}, CONFIG, keep
-    )
+    return save_checkpoint(run, step, {"policy": {"w": torch.full((3,), float(step))}}, {"step": step}, CONFIG, keep)
 
 
 def names(run: Path) -> list[str]:
@@ -234,7 +232,5 @@ def test_looking_at_a_checkpoint_does_not_import_torch(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from embodied_rl.checkpoint import latest_checkpoint;"
         "print(latest_checkpoint(Path(sys.argv[1]))[0].name, 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["step_000001", "False"]

@@ -191,9 +191,7 @@ def test_training_gets_the_configuration_and_gives_the_exit_code(started: list[d
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
-def test_a_run_directory_is_resumed_with_its_own_configuration(
-    slash: str, started: list[dict[str, Any]]
-) -> None:
+def test_a_run_directory_is_resumed_with_its_own_configuration(slash: str, started: list[dict[str, Any]]) -> None:
     save(Path("runs/mine"), "policy.hidden=[32]", "name=mine")
     code, _, err = run("train", "--resume", f"runs/mine{slash}", "train.iterations=999")
     assert (code, err) == (7, "")
@@ -210,9 +208,7 @@ def test_a_run_directory_is_resumed_with_its_own_configuration(
         [f"{PUSH_CUBE}/", "run_root=out/", "name=foo"],
     ],
 )
-def test_a_trailing_slash_in_a_path_changes_nothing(
-    arguments: list[str], started: list[dict[str, Any]]
-) -> None:
+def test_a_trailing_slash_in_a_path_changes_nothing(arguments: list[str], started: list[dict[str, Any]]) -> None:
     assert run("train", *arguments)[0] == 7
     assert started[0]["run_dir"] == Path("out/foo")
     save(Path("out/foo"))
@@ -285,10 +281,7 @@ def test_an_unexpected_error_of_training_is_not_hidden(
 def test_a_run_is_evaluated_at_its_newest_checkpoint(started: list[dict[str, Any]]) -> None:
     checkpoint = save(Path("runs/mine"))
     assert run("eval", "runs/mine/")[0] == 0
-    assert (
-        run("eval", str(checkpoint), "--episodes", "5", "--seed", "3", "--videos", "0", "--stochastic")[0]
-        == 0
-    )
+    assert run("eval", str(checkpoint), "--episodes", "5", "--seed", "3", "--videos", "0", "--stochastic")[0] == 0
     by_run, by_checkpoint = started
     assert (by_run["checkpoint"], by_run["run_dir"]) == (checkpoint, Path("runs/mine").absolute())
     assert (by_run["episodes"], by_run["videos"], by_run["deterministic"]) == (100, 2, True)

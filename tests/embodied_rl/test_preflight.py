@@ -69,9 +69,7 @@ def test_an_unknown_gymnasium_env_is_answered_with_near_ones(run_dir: Path) -> N
     assert other.hint == "it is an env of env.kind maniskill"
 
 
-def test_a_missing_simulator_is_answered_with_the_command(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_simulator_is_answered_with_the_command(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mani_skill", None)
     faults = check(config("env.id=Nonsense-v1"), run_dir)
     assert set(faults) == {"env.kind"}, "without the simulator nothing is known of its envs"
@@ -94,9 +92,7 @@ def test_missing_assets_are_answered_with_the_download_command(run_dir: Path, tm
     assert check(config("env.id=PickSingleYCB-v1"), run_dir) == {}
 
 
-def test_images_without_a_vulkan_device_point_to_the_doctor(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_without_a_vulkan_device_point_to_the_doctor(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VK_DRIVER_FILES", "/nonexistent")
     monkeypatch.setenv("VK_ICD_FILENAMES", "/nonexistent")
     images = config("env.observation=[state, image]")
@@ -168,9 +164,7 @@ def test_a_resumed_run_keeps_network_env_and_algorithm(run_dir: Path) -> None:
     changed = config("policy.hidden=[64]", "env.id=PullCube-v1", "algorithm.lr=1e-2", "policy.log_std=0.5")
     faults = check(changed, run_dir, resume=True)
     assert set(faults) == {"policy.hidden", "policy.log_std", "env.id", "algorithm.lr"}
-    assert (
-        faults["policy.hidden"].problem == "a resumed run keeps its network; it was [128, 128] in step_000010"
-    )
+    assert faults["policy.hidden"].problem == "a resumed run keeps its network; it was [128, 128] in step_000010"
     assert "keeps its env; it was PushCube-v1" in faults["env.id"].problem
     assert faults["env.id"].hint == f"to go on as it was: embodied-rl train {run_dir} --resume"
 

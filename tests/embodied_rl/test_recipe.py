@@ -54,12 +54,8 @@ def test_overrides_win_over_the_recipe_and_the_recipe_over_the_defaults() -> Non
     assert config.algorithm.clip_low == 0.2
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("1e-3", 0.001), ("1E3", 1000.0), (".5e-2", 0.005), ("2e+1", 20.0)]
-)
-def test_numbers_with_an_exponent_are_numbers(
-    text: str, value: float, recipe_file: Callable[[str], str]
-) -> None:
+@pytest.mark.parametrize(("text", "value"), [("1e-3", 0.001), ("1E3", 1000.0), (".5e-2", 0.005), ("2e+1", 20.0)])
+def test_numbers_with_an_exponent_are_numbers(text: str, value: float, recipe_file: Callable[[str], str]) -> None:
     assert load_recipe(PUSH_CUBE, [f"algorithm.lr={text}"])[0].algorithm.lr == value
     config, faults = load_recipe(recipe_file(f"algorithm:\n  lr: {text}\n"), [])
     assert (config.algorithm.lr, faults) == (value, [])
@@ -89,10 +85,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_of_all_sections(given: str,
 
 
 def test_an_unknown_key_in_a_recipe_is_found_too(recipe_file: Callable[[str], str]) -> None:
-    assert (
-        faults_of(recipe=recipe_file("env:\n  num_env: 9\n"))["env.num_env"].hint
-        == "nearest key: env.num_envs"
-    )
+    assert faults_of(recipe=recipe_file("env:\n  num_env: 9\n"))["env.num_env"].hint == "nearest key: env.num_envs"
 
 
 @pytest.mark.parametrize(
@@ -108,9 +101,7 @@ def test_an_unknown_key_in_a_recipe_is_found_too(recipe_file: Callable[[str], st
         ("env.horizon=long", "a text; expected an integer >= 1 or null", ""),
     ],
 )
-def test_a_wrong_type_is_answered_with_what_was_given_and_expected(
-    override: str, expected: str, hint: str
-) -> None:
+def test_a_wrong_type_is_answered_with_what_was_given_and_expected(override: str, expected: str, hint: str) -> None:
     (fault,) = faults_of(override).values()
     assert fault.problem == expected
     assert hint in fault.hint
@@ -159,9 +150,7 @@ def test_a_run_directory_is_a_recipe(tmp_path: Path) -> None:
     assert recipe_name(f"{run}/") == "old-run"
 
 
-def test_a_directory_called_like_a_recipe_does_not_hide_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_called_like_a_recipe_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / PUSH_CUBE).mkdir()
     monkeypatch.chdir(tmp_path)
     assert load_recipe(PUSH_CUBE, [])[1] == []
@@ -175,18 +164,14 @@ def test_an_unknown_recipe_is_answered_with_near_names_and_overrides_are_still_r
 
 def test_a_malformed_override_is_a_fault() -> None:
     assert faults_of("num_envs:8")["command line"].problem == "expected key=value"
-    assert (
-        faults_of("env.num_envs=")["env.num_envs"].problem == "no value after '='; expected an integer >= 1"
-    )
+    assert faults_of("env.num_envs=")["env.num_envs"].problem == "no value after '='; expected an integer >= 1"
     assert "not valid YAML" in faults_of("policy.hidden=[64")["policy.hidden"].problem
     assert faults_of("env=5")["env"].problem == "a group of keys, not a value"
     assert "twice" in faults_of("seed=1", "seed=2")["seed"].problem
 
 
 def test_a_key_given_twice_in_a_recipe_is_a_fault(recipe_file: Callable[[str], str]) -> None:
-    faults = faults_of(
-        recipe=recipe_file("env:\n  num_envs: 8\n  horizon: 12\n  num_envs: 16\nseed: 1\nseed: 2\n")
-    )
+    faults = faults_of(recipe=recipe_file("env:\n  num_envs: 8\n  horizon: 12\n  num_envs: 16\nseed: 1\nseed: 2\n"))
     assert faults["env.num_envs"].problem == "given twice, in lines 2 and 4"
     assert faults["seed"].problem == "given twice, in lines 5 and 6"
 

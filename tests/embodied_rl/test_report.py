@@ -75,9 +75,7 @@ def evaluation(path: Path, successes: int = 45, n: int = 50, **more: Any) -> Non
         "n": n,
         "seeds": list(range(900, 900 + n)),
     }
-    (path / "evaluation.json").write_text(
-        json.dumps(content | {"fingerprint": {"env": "PushCube-v1"}} | more)
-    )
+    (path / "evaluation.json").write_text(json.dumps(content | {"fingerprint": {"env": "PushCube-v1"}} | more))
 
 
 def trace(path: Path, iterations: int = 3, events: int = 10, name: str = "chunk_step") -> None:
@@ -156,9 +154,7 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|<iframe", html)
 
 
-def test_small_videos_are_inside_and_large_ones_are_linked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_videos_are_inside_and_large_ones_are_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = make_run(tmp_path / "push", steps=2)
     small = write_mp4(run_dir / "videos/small one.mp4", np.zeros((4, 16, 16, 3), np.uint8), fps=4)
     (run_dir / "videos/too large.mp4").write_bytes(b"0" * 20_000)
@@ -173,9 +169,7 @@ def test_small_videos_are_inside_and_large_ones_are_linked(
 def test_text_from_the_run_is_never_markup(tmp_path: Path) -> None:
     config = CONFIG | {"env": {"id": HOSTILE}, "note": HOSTILE}
     run_dir = make_run(tmp_path / "<b>'push' & \"co\"", steps=1, config=config)
-    with Tracker(
-        run_dir, config, name="t", wandb_mode="disabled", tensorboard=False, resume_step=1
-    ) as tracker:
+    with Tracker(run_dir, config, name="t", wandb_mode="disabled", tensorboard=False, resume_step=1) as tracker:
         tracker.log(2, line(2) | {HOSTILE: 1.0, "perf/idle_fraction/" + HOSTILE: 0.5})
     evaluation(
         run_dir,

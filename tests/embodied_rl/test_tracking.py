@@ -33,9 +33,7 @@ def no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def plain(run_dir: Path, resume_step: int | None = None) -> Tracker:
-    return Tracker(
-        run_dir, CONFIG, name="test", wandb_mode="disabled", tensorboard=False, resume_step=resume_step
-    )
+    return Tracker(run_dir, CONFIG, name="test", wandb_mode="disabled", tensorboard=False, resume_step=resume_step)
 
 
 def lines(run_dir: Path) -> list[str]:
@@ -87,9 +85,7 @@ def test_a_fresh_run_refuses_a_directory_with_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 5, "a": 0.', '{"step"', "\0\0\0"])
-def test_resume_drops_later_and_torn_lines_and_continues_like_an_unbroken_run(
-    tmp_path: Path, torn: str
-) -> None:
+def test_resume_drops_later_and_torn_lines_and_continues_like_an_unbroken_run(tmp_path: Path, torn: str) -> None:
     def log(tracker: Tracker, steps: range) -> None:
         for step in steps:
             tracker.log(step, {"b": step / 7, "a": float("nan") if step == 2 else float(step)})
@@ -196,9 +192,7 @@ def test_auto_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path:
         resolve_mode("auto", tmp_path)
 
 
-def test_a_key_is_found_where_wandb_login_puts_it(
-    monkeypatch: pytest.MonkeyPatch, no_wandb_account: Path
-) -> None:
+def test_a_key_is_found_where_wandb_login_puts_it(monkeypatch: pytest.MonkeyPatch, no_wandb_account: Path) -> None:
     assert not api_key_known()
     (no_wandb_account / ".netrc").write_text("machine api.wandb.ai login user password " + "b" * 40)
     assert api_key_known()
@@ -222,9 +216,7 @@ def test_an_unreachable_wandb_is_reported_once_and_everything_is_recorded_offlin
     assert out == "" and err.count("\n") == 1 and "continuing offline" in err
 
 
-def test_a_failing_wandb_call_does_not_reach_the_caller(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_wandb_call_does_not_reach_the_caller(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Tracker(tmp_path, CONFIG, name="t", wandb_mode="offline", tensorboard=False) as tracker:
         tracker.video(1, "videos/missing", tmp_path / "missing.mp4")
         tracker.table(1, "ragged", ["one"], [["too", "many"]])

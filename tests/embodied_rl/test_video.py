@@ -58,9 +58,7 @@ def test_browsers_can_play_it_while_it_loads(tmp_path: Path) -> None:
         ([np.zeros((8, 8, 3), np.uint8), np.zeros((8, 10, 3), np.uint8)], r"frame 1 is uint8 \[8, 10, 3\]"),
     ],
 )
-def test_what_is_not_a_video_is_refused_and_leaves_no_file(
-    tmp_path: Path, frames: object, message: str
-) -> None:
+def test_what_is_not_a_video_is_refused_and_leaves_no_file(tmp_path: Path, frames: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         write_mp4(tmp_path / "a.mp4", frames, fps=10)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []

@@ -187,9 +187,7 @@ def test_gae_is_the_sum_of_discounted_deltas_of_each_episode(
 
 @settings(max_examples=40, deadline=None)
 @given(rollouts(), st.floats(0, 1))
-def test_gae_return_with_lambda_one_is_the_discounted_sum_of_rewards(
-    rollout: dict[str, Tensor], gamma: float
-) -> None:
+def test_gae_return_with_lambda_one_is_the_discounted_sum_of_rewards(rollout: dict[str, Tensor], gamma: float) -> None:
     # Within an episode the next observation's value is the next step's value, as in a real rollout.
     done = rollout["terminated"] | rollout["truncated"]
     following = torch.cat([rollout["value"][1:], rollout["next_value"][-1:]])
@@ -220,9 +218,7 @@ def one_group(scores: list[float], kind: str) -> Tensor:
         ("reinforce_baseline", [1.5, -0.5, -0.5, -0.5]),
     ],
 )
-def test_one_success_in_four_gives_the_advantages_worked_out_by_hand(
-    kind: str, expected: list[float]
-) -> None:
+def test_one_success_in_four_gives_the_advantages_worked_out_by_hand(kind: str, expected: list[float]) -> None:
     torch.testing.assert_close(one_group([1, 0, 0, 0], kind), torch.tensor(expected), rtol=0, atol=4e-6)
 
 
@@ -279,9 +275,7 @@ def test_an_invalid_nan_enters_no_group_statistic(kind: str) -> None:
     assert with_nan[1] == 0
 
 
-grouped_scores = st.lists(
-    st.tuples(st.integers(-3, 3), st.floats(-10, 10, width=32)), min_size=1, max_size=16
-)
+grouped_scores = st.lists(st.tuples(st.integers(-3, 3), st.floats(-10, 10, width=32)), min_size=1, max_size=16)
 
 
 @settings(max_examples=60, deadline=None)
@@ -293,9 +287,7 @@ def test_group_advantages_follow_a_permutation_of_the_batch(
     order = list(range(len(pairs)))
     random.shuffle(order)
     straight = group_advantages(score, group, kind)[order]
-    torch.testing.assert_close(
-        group_advantages(score[order], group[order], kind), straight, rtol=1e-4, atol=1e-6
-    )
+    torch.testing.assert_close(group_advantages(score[order], group[order], kind), straight, rtol=1e-4, atol=1e-6)
 
 
 @settings(max_examples=60, deadline=None)

@@ -55,9 +55,7 @@ def test_log_ratio_sums_to_the_level_and_averages_over_a_sequence(level: str, ex
     assert level_mask.all()
 
 
-@pytest.mark.parametrize(
-    ("level", "expected"), [("action", [[0.6, 0.0]]), ("chunk", [0.6]), ("sequence", [0.2])]
-)
+@pytest.mark.parametrize(("level", "expected"), [("action", [[0.6, 0.0]]), ("chunk", [0.6]), ("sequence", [0.2])])
 def test_log_ratio_leaves_out_masked_sub_steps(level: str, expected: list[float]) -> None:
     logprob, _ = small_chunk()
     ratio, _ = log_ratio(logprob, torch.zeros_like(logprob), torch.tensor([[True, False]]), level)
@@ -160,9 +158,7 @@ def test_policy_loss_takes_the_worse_of_the_plain_and_the_clipped_ratio(
     ("ratio", "advantage", "loss"),
     [(10.0, -2.0, 6.0), (2.0, -2.0, 4.0), (0.1, -2.0, 1.6), (10.0, 2.0, -2.56)],
 )
-def test_dual_clip_bounds_the_loss_of_a_negative_advantage_only(
-    ratio: float, advantage: float, loss: float
-) -> None:
+def test_dual_clip_bounds_the_loss_of_a_negative_advantage_only(ratio: float, advantage: float, loss: float) -> None:
     torch.testing.assert_close(loss_of(ratio, advantage, dual_clip=3.0).loss, torch.tensor([loss]))
 
 
@@ -216,9 +212,7 @@ def test_advantage_of_the_leading_dimensions_holds_for_all_that_follows() -> Non
 
 def test_advantage_of_the_same_shape_is_taken_element_by_element() -> None:
     advantage = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    torch.testing.assert_close(
-        policy_loss(torch.zeros(2, 2), advantage, all_of(2, 2), 0.2, 0.2).loss, -advantage
-    )
+    torch.testing.assert_close(policy_loss(torch.zeros(2, 2), advantage, all_of(2, 2), 0.2, 0.2).loss, -advantage)
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (3,), (1, 3), (2, 3, 1), ()])
@@ -297,9 +291,7 @@ def test_policy_loss_masks_a_nan_log_ratio_by_itself(kind: str) -> None:
 # CISPO
 
 
-@pytest.mark.parametrize(
-    ("ratio", "weight", "clipped"), [(1.1, 1.1, False), (9.0, 1.28, True), (0.2, 0.8, True)]
-)
+@pytest.mark.parametrize(("ratio", "weight", "clipped"), [(1.1, 1.1, False), (9.0, 1.28, True), (0.2, 0.8, True)])
 def test_cispo_clips_the_weight_and_keeps_the_gradient(ratio: float, weight: float, clipped: bool) -> None:
     logprob = torch.tensor([-1.5], requires_grad=True)
     log = logprob - logprob.detach() + math.log(ratio)
@@ -364,9 +356,7 @@ def test_importance_weight_refuses_a_cap_of_zero() -> None:
     ("kind", "error", "loss"),
     [("mse", 3.0, 4.5), ("mse", 20.0, 200.0), ("huber", 3.0, 4.5), ("huber", 20.0, 150.0)],
 )
-def test_value_loss_is_half_the_square_and_huber_is_linear_beyond_ten(
-    kind: str, error: float, loss: float
-) -> None:
+def test_value_loss_is_half_the_square_and_huber_is_linear_beyond_ten(kind: str, error: float, loss: float) -> None:
     for sign in (1, -1):
         got, clipped = value_loss(torch.zeros(1), torch.zeros(1), torch.tensor([sign * error]), None, kind)
         torch.testing.assert_close(got, torch.tensor([loss]))
@@ -402,9 +392,7 @@ def test_value_clip_flags_tell_how_far_the_value_moved_before_clamping() -> None
 def test_a_nan_behind_the_mask_reaches_no_value_loss_and_no_gradient(kind: str, clip: float | None) -> None:
     mask = torch.tensor([True, False])
     value = nan_behind(mask, torch.zeros(2))
-    loss, clipped = value_loss(
-        value, torch.tensor([0.0, NAN]), torch.tensor([2.0, NAN]), clip, kind, mask=mask
-    )
+    loss, clipped = value_loss(value, torch.tensor([0.0, NAN]), torch.tensor([2.0, NAN]), clip, kind, mask=mask)
     loss.sum().backward()
     assert loss.tolist() == [2.0, 0.0]
     assert clipped.tolist() == [False, False]
@@ -440,18 +428,14 @@ def test_expected_kl_estimate_is_the_exact_divergence_with_its_sign(kind: str, t
 
 
 def test_k2_is_half_the_squared_log_ratio() -> None:
-    torch.testing.assert_close(
-        kl_penalty(torch.tensor([-1.0]), torch.tensor([-4.0]), "k2"), torch.tensor([4.5])
-    )
+    torch.testing.assert_close(kl_penalty(torch.tensor([-1.0]), torch.tensor([-4.0]), "k2"), torch.tensor([4.5]))
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(-3, 3, width=32), min_size=6, max_size=6))
 def test_k3_expectation_equals_the_exact_kl_of_any_categorical(logits: list[float]) -> None:
     p, q = torch.tensor(logits).view(2, 3).log_softmax(-1)
-    exact = float(
-        torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=x) for x in (p, q)))
-    )
+    exact = float(torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=x) for x in (p, q))))
     assert float((p.exp() * kl_penalty(p, q, "k3")).sum()) == pytest.approx(exact, abs=1e-5, rel=1e-5)
 
 
@@ -507,9 +491,7 @@ def test_kl_names_the_kinds_it_knows() -> None:
     ("value", "expected"),
     [([0.0, 1.0, 2.0], 1.0), ([5.0, 5.0, 5.0], 0.0), ([2.0, 1.0, 0.0], -3.0), ([0, 0.5, 1], 0.75)],
 )
-def test_explained_variance_of_a_perfect_a_constant_and_a_reversed_critic(
-    value: list[float], expected: float
-) -> None:
+def test_explained_variance_of_a_perfect_a_constant_and_a_reversed_critic(value: list[float], expected: float) -> None:
     got = explained_variance(torch.tensor(value), torch.tensor([0.0, 1.0, 2.0]), all_of(3))
     assert got == pytest.approx(expected)
 

@@ -114,16 +114,12 @@ def test_loss_and_gradient_do_not_depend_on_the_cut_into_micro_batches(
         """Policy and value loss of a linear model, in micro-batches: the summed loss and its gradient."""
         weight = torch.tensor([0.3, -0.2], requires_grad=True)
         parts = range(len(sizes))
-        masks, inputs, noises, targets, advantages = (
-            x.split(sizes) for x in (mask, data, noise, target, advantage)
-        )
+        masks, inputs, noises, targets, advantages = (x.split(sizes) for x in (mask, data, noise, target, advantage))
         total = torch.stack([normaliser(masks[i], mode, 3) for i in parts]).sum()
         loss = 0.0
         for i in parts:
             output = inputs[i] @ weight
-            ratio, ratio_mask = log_ratio(
-                (0.1 * output)[..., None], (0.1 * noises[i])[..., None], masks[i], "action"
-            )
+            ratio, ratio_mask = log_ratio((0.1 * output)[..., None], (0.1 * noises[i])[..., None], masks[i], "action")
             policy = policy_loss(ratio, advantages[i], ratio_mask, 0.2, 0.28).loss
             critic, _ = value_loss(output, noises[i], targets[i], 0.2, "huber", mask=masks[i])
             part = reduce(policy + 0.5 * critic, masks[i], mode, total)
