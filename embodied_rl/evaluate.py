@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -12,22 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from embodied_rl.config import Config
+from embodied_rl.report_data import wilson_interval
 from embodied_rl.tracking import Tracker
 from envs.base import EnvError, Episode, evaluation_seed
 
 VALIDATION_SEED = 0  # evaluations during training
 TEST_SEED = 1_000_000  # the final evaluation: seeds that no decision of the run has seen
 VIDEO_FPS = 10
-
-
-def wilson_interval(successes: int, episodes: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % score interval of a success rate (Wilson, 1927); (0, 1) without episodes."""
-    if episodes == 0:
-        return 0.0, 1.0
-    rate, spread = successes / episodes, z * z / episodes
-    middle = (rate + spread / 2) / (1 + spread)
-    half = z * math.sqrt(rate * (1 - rate) / episodes + spread / (4 * episodes)) / (1 + spread)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def evaluation_metrics(episodes: Sequence[Episode], has_success: bool, prefix: str = "eval") -> dict[str, float]:
@@ -92,10 +82,8 @@ def describe(record: dict[str, Any]) -> str:
     if record["successes"] is None:
         return f"return {record['return']:.1f} over {record['n']} episodes on seeds that training never used"
     low, high = record["interval_95"]
-    return (
-        f"success {record['success_once']:.3f} ({record['successes']}/{record['n']}, 95% interval {low:.3f} to {high:.3f})"
-        " on seeds that training never used"
-    )
+    counts = f"{record['successes']}/{record['n']}, 95% interval {low:.3f} to {high:.3f}"
+    return f"success {record['success_once']:.3f} ({counts}) on seeds that training never used"
 
 
 def record_videos(

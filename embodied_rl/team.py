@@ -59,6 +59,13 @@ class Team:
         wait_all(handles, self.timeout_s)
         return [handle.result() for handle in handles]
 
+    def process_ids(self) -> dict[str, int]:
+        """The process of every worker and of its env processes, by name."""
+        ids = {group.worker_name(r): at.pid for group in self.groups.values() for r, at in enumerate(group.locations)}
+        for rank, pids in enumerate(self.env.process_ids().result(self.timeout_s)):
+            ids |= {f"{self.env.worker_name(rank)}.p{number}": pid for number, pid in enumerate(pids)}
+        return ids
+
     # ------------------------------------------------------------------------------------------ one iteration
 
     def sync_weights(self) -> None:

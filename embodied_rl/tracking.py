@@ -213,7 +213,7 @@ class _TensorBoard:
         self._writer = EventFileWriter(str(directory), flush_secs=10)
         if resume_step is not None:  # readers purge what earlier files hold from this step on
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 3, session_log=start))
+            self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
 
     def scalars(self, step: int, values: Mapping[str, float | int]) -> None:
         summary = self._summary(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import time
 from collections import deque
 from pathlib import Path
@@ -47,6 +49,8 @@ def train(config: Config, run_dir: Path, resume: bool, command: str) -> int:
         checkpoint, warnings = latest_checkpoint(run_dir)
         for warning in warnings:
             print(f"warning: {warning}")
+        if checkpoint is None:
+            print("no checkpoint had been saved: the run starts again from its beginning")
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     (run_dir / "command.txt").write_text(command + "\n")
     log_file = run_dir / "log.txt"
@@ -107,6 +111,8 @@ class Training:
 
     def run(self) -> None:
         """Train to the end of the budget or the success aimed at, then evaluate."""
+        processes = {"driver": os.getpid(), **self.team.process_ids()}
+        (self.run_dir / "processes.json").write_text(json.dumps(processes, indent=1))
         self.team.sync_weights()
         total = self.config.train.iterations
         with TrainProgress(total, start_iteration=self.iteration) as progress:
@@ -147,11 +153,9 @@ class Training:
         }
         if report.replaced_processes > self.replaced:
             self.replaced = report.replaced_processes
-            print(
-                f"replaced {report.replaced_processes} env process(es) so far; {report.lost_episodes} episodes were lost"
-                f" and restarted (see {self.run_dir / 'log.txt'})",
-                flush=True,
-            )
+            processes = "1 env process" if self.replaced == 1 else f"{self.replaced} env processes"
+            lost = f"{report.lost_episodes} lost episodes were restarted"
+            print(f"replaced {processes} so far; {lost} (see {self.run_dir / 'log.txt'})", flush=True)
         return metrics
 
     def _performance(self, report: RolloutReport, calls: int, start: float, end: float) -> dict[str, float]:

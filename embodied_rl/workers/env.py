@@ -169,7 +169,7 @@ class EnvWorker(Worker):
         """Undo `save`, by replaying the running episodes."""
         self.draws, self.started = np.array(saved["draws"], np.int64), saved["started"]
         for env, state in zip(self.train_envs, saved["stages"], strict=True):
-            env.restore(state)
+            env.restore([{**slot, "actions": slot["actions"].numpy()} for slot in state])
 
     def shutdown(self) -> None:
         self.pool.close()

@@ -1,0 +1,178 @@
+"""Whole runs through the console script: exact resume, placements, pipeline stages, and killed processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = [
+    "env.num_envs=4", "rollout.steps=16", "policy.hidden=[16]", "algorithm.epochs=2", "algorithm.minibatches=2",
+    "train.iterations=6", "train.checkpoint_every=2", "evaluation.every=3", "evaluation.episodes=4",
+    "evaluation.final_episodes=4", "evaluation.videos=0", "tracking.wandb=disabled", "tracking.tensorboard=false",
+    "cluster.cpu_slots=2", "cluster.timeout_s=60",
+]  # fmt: skip
+
+
+def start(root: Path, *words: str) -> subprocess.Popen:
+    """Start a small CartPole run in the background."""
+    console_script = str(Path(sys.executable).with_name("embodied-rl"))
+    command = [console_script, "train", "cartpole_ppo", f"run_root={root}", *SMALL, *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen, timeout: float = 120) -> str:
+    output, _ = process.communicate(timeout=timeout)
+    return output
+
+
+def complete(root: Path, *words: str) -> Path:
+    """Run to the end and return the run directory."""
+    process = start(root, *words)
+    output = finish(process)
+    assert process.returncode == 0, output
+    return root / "cartpole_ppo"
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """The reproducible part of the metrics."""
+    timings = ("perf/", "time/")
+    parsed = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith(timings)} for line in parsed]
+
+
+def parameters(run: Path, step: int = 6) -> bytes:
+    return (run / "checkpoints" / f"step_{step:06d}" / "policy.safetensors").read_bytes()
+
+
+def wait_for_lines(run: Path, count: int, process: subprocess.Popen) -> None:
+    """Wait until the run has logged `count` iterations."""
+    deadline = time.monotonic() + 90
+    metrics = run / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline, "the run makes no progress"
+        time.sleep(0.02)
+
+
+def pid_of(run: Path, worker: str) -> int:
+    return json.loads((run / "processes.json").read_text())[worker]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return complete(tmp_path_factory.mktemp("unbroken"))
+
+
+def test_a_run_leaves_record_report_and_checkpoints(unbroken: Path) -> None:
+    assert [line["step"] for line in lines(unbroken)] == [1, 2, 3, 4, 5, 6]
+    assert {"losses/policy", "losses/explained_variance", "rollout/return"} <= set(lines(unbroken)[-1])
+    assert "eval/return" in lines(unbroken)[2]
+    assert len(json.loads((unbroken / "evaluation.json").read_text())["episodes"]) == 4
+    assert "<html" in (unbroken / "report.html").read_text()
+    names = {event["args"]["name"] for event in trace_events(unbroken) if event["name"] == "thread_name"}
+    assert {"env[0].p0", "env[0].p1", "rollout[0]", "actor[0]"} <= names
+
+
+def trace_events(run: Path) -> list[dict[str, Any]]:
+    return json.loads((run / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_run_killed_twice_resumes_to_the_same_metrics_and_parameters(unbroken: Path, tmp_path: Path) -> None:
+    run = tmp_path / "cartpole_ppo"
+    for seen, words in ((3, []), (5, ["--resume"])):
+        process = start(tmp_path, *words)
+        wait_for_lines(run, seen, process)
+        process.kill()
+        finish(process)
+    resumed = complete(tmp_path, "--resume")
+    assert lines(resumed) == lines(unbroken)
+    assert parameters(resumed) == parameters(unbroken)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(unbroken: Path, tmp_path: Path) -> None:
+    process = start(tmp_path)
+    wait_for_lines(tmp_path / "cartpole_ppo", 1, process)
+    process.kill()
+    finish(process)
+    for checkpoint in (tmp_path / "cartpole_ppo" / "checkpoints").glob("*"):
+        checkpoint.rename(tmp_path / checkpoint.name)
+    assert lines(complete(tmp_path, "--resume")) == lines(unbroken)
+
+
+def test_resuming_a_finished_run_evaluates_it_again_and_changes_nothing(unbroken: Path) -> None:
+    before = lines(unbroken), parameters(unbroken), (unbroken / "evaluation.json").read_text()
+    complete(unbroken.parent, "--resume")
+    assert (lines(unbroken), parameters(unbroken), (unbroken / "evaluation.json").read_text()) == before
+
+
+def test_disaggregated_placement_learns_the_same_parameters(unbroken: Path, tmp_path: Path) -> None:
+    run = complete(tmp_path, "placement=env: 0; rollout, actor: 1")
+    assert lines(run) == lines(unbroken)
+    assert parameters(run) == parameters(unbroken)
+
+
+def test_deterministic_runs_do_not_depend_on_pipeline_stages(tmp_path: Path) -> None:
+    runs = []
+    for stages in (1, 2, 4):
+        words = ["deterministic=true", f"rollout.pipeline_stages={stages}", "env.processes=1"]
+        runs.append(complete(tmp_path / str(stages), *words))
+    assert lines(runs[0]) == lines(runs[1]) == lines(runs[2])
+    assert parameters(runs[0]) == parameters(runs[1]) == parameters(runs[2])
+
+
+def test_two_actor_ranks_share_the_learning(tmp_path: Path) -> None:
+    run = complete(tmp_path, "placement=env, rollout: all; actor: all/1")
+    assert lines(run)[-1]["losses/samples"] == 4 * 16
+    assert lines(run)[-1]["losses/explained_variance"] is not None
+
+
+def test_two_ranks_of_every_group_complete_a_run(tmp_path: Path) -> None:
+    run = complete(tmp_path, "placement=env, rollout, actor: all/1", "rollout.pipeline_stages=1")
+    assert lines(run)[-1]["env_steps"] == 6 * 4 * 16
+
+
+def test_a_killed_env_process_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+    process = start(tmp_path, "train.iterations=30")
+    run = tmp_path / "cartpole_ppo"
+    wait_for_lines(run, 2, process)
+    os.kill(pid_of(run, "env[0].p1"), signal.SIGKILL)
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert "replaced 1 env process so far; 2 lost episodes were restarted" in output
+    assert lines(run)[-1]["env/replaced_processes"] == 1
+    assert len(lines(run)) == 30
+    assert "was killed by SIGKILL" in (run / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("worker", ["rollout[0]", "actor[0]", "env[0]"])
+def test_a_killed_worker_ends_the_run_with_its_name_and_a_resume_command(worker: str, tmp_path: Path) -> None:
+    process = start(tmp_path, "train.iterations=200")
+    run = tmp_path / "cartpole_ppo"
+    wait_for_lines(run, 2, process)
+    os.kill(pid_of(run, worker), signal.SIGKILL)
+    output = finish(process, timeout=30)
+    assert process.returncode == 1
+    assert f"The run ended because {worker} died" in output
+    assert "Resume with: " in output and "--resume" in output
+    reached = lines(run)[-1]["step"]
+    output = finish(start(tmp_path, "--resume", f"train.iterations={reached + 2}"))
+    assert lines(run)[-1]["step"] == reached + 2, output
+
+
+def test_grpo_trains_on_groups_that_share_their_initial_states(tmp_path: Path) -> None:
+    words = [
+        "algorithm.name=grpo", "algorithm.group_size=2", "env.horizon=16", "algorithm.aggregation=sequence-mean",
+        "algorithm.filter_high=0.9",
+    ]  # fmt: skip
+    run = complete(tmp_path, *words)
+    assert 0 <= lines(run)[0]["grpo/zero_std_fraction"] <= 1
+    assert "losses/value" not in lines(run)[0]
+    assert all(line["rollout/episodes"] == 4 for line in lines(run))
