@@ -170,7 +170,9 @@ def _resume_faults(config: Config, run_dir: Path, defaulted: Collection[str]) ->
         others = [str(path) for path in runs_in(run_dir.parent) if path != run_dir][:5]
         candidates = f"runs with checkpoints: {', '.join(others)}" if others else "to start anew, leave --resume out"
         if not skipped:
-            what = "has no checkpoint" if run_dir.is_dir() else "does not exist"
+            if (run_dir / "config.yaml").is_file():  # it died before its first checkpoint: it starts again
+                return []
+            what = "holds no run" if run_dir.is_dir() else "does not exist"
             return [Fault("--resume", None, f"nothing to resume: {run_dir} {what}", candidates)]
         wrong = "; ".join(warning.removeprefix("skipped ") for warning in skipped)
         return [Fault("--resume", None, f"no usable checkpoint: {wrong}", candidates)]
