@@ -10,6 +10,7 @@ from typing import Literal
 
 from embodied_rl.config import Config, EnvConfig
 from embodied_rl.faults import Fault, nearest_divisors, nearest_multiples, show
+from scheduler.placement import parse_placement
 
 GROUPS = ("actor", "rollout", "env")
 MANISKILL_KEYS = (
@@ -66,41 +67,46 @@ def episode_fault(config: Config, horizon: int, source: str) -> Fault | None:
 
 
 def _env_counts(config: Config) -> Iterator[Finding]:
-    envs, stages, group = config.env.num_envs, config.rollout.pipeline_stages, config.algorithm.group_size
+    """An env worker holds its share of the envs, cut into pipeline stages; each part has whole groups and blocks."""
+    envs, stages, ranks = config.env.num_envs, config.rollout.pipeline_stages, _env_ranks(config)
+    group, block = config.algorithm.group_size, config.inference_block
     grpo = config.algorithm.name == "grpo"
-    block = config.inference_block if config.deterministic else 1
-    keys: tuple[str, ...] = (
-        "env.num_envs",
-        "rollout.pipeline_stages",
-        "algorithm.name",
-        "algorithm.group_size",
-    )
-    unit = stages * math.lcm(group if grpo else 1, block)
+    parts = stages * ranks
+    unit = parts * math.lcm(group if grpo else 1, block if config.deterministic else 1)
     near_envs = nearest_multiples(envs, unit)
-    if envs % stages:
-        hint = f"nearest valid: {near_envs}; or rollout.pipeline_stages {nearest_divisors(stages, envs)}"
-        yield keys, Fault("env.num_envs", envs, f"not divisible by rollout.pipeline_stages ({stages})", hint)
-    per_stage = envs // stages if envs % stages == 0 else envs
+    cut = ("env.num_envs", "rollout.pipeline_stages")
+    if envs % parts:
+        near = nearest_divisors(stages, envs // ranks) if envs % ranks == 0 else ""
+        what = f"rollout.pipeline_stages ({stages})" + (f" x {ranks} env workers" if ranks > 1 else "")
+        hint = f"nearest valid: {near_envs}" + (f"; or rollout.pipeline_stages {near}" if near else "")
+        keys: tuple[str, ...] = (*cut, "placement") if ranks > 1 else cut
+        yield keys, Fault("env.num_envs", envs, f"not divisible by {what}", hint)
+    share = envs // parts if envs % parts == 0 else envs
+    of = f"the {share} envs of a pipeline stage" if share < envs else f"env.num_envs ({envs})"
+    keys = (*cut, "algorithm.name", "algorithm.group_size")
     if grpo and group < 2:
-        yield (
-            keys,
-            Fault("algorithm.group_size", group, "GRPO compares at least 2 episodes", "nearest valid: 2"),
-        )
-    elif grpo and per_stage % group:
-        of = f"the {per_stage} envs of a pipeline stage" if per_stage < envs else f"env.num_envs ({envs})"
-        near = nearest_divisors(group, per_stage, minimum=2)
+        fault = Fault("algorithm.group_size", group, "GRPO compares at least 2 episodes", "nearest valid: 2")
+        yield keys, fault
+    elif grpo and share % group:
+        near = nearest_divisors(group, share, minimum=2)
         hint = (f"nearest valid: {near}; or " if near else "") + f"env.num_envs {near_envs}"
         yield keys, Fault("algorithm.group_size", group, f"does not divide {of}: a group is never cut", hint)
-    keys = ("env.num_envs", "rollout.pipeline_stages", "deterministic", "inference_block")
-    if envs % stages == 0 and per_stage % block:
-        hint = f"nearest valid: {nearest_divisors(block, per_stage)}; or env.num_envs {near_envs}"
-        problem = f"does not divide the {per_stage} envs of a pipeline stage"
-        yield keys, Fault("inference_block", block, problem, hint)
-    keys = ("env.num_envs", "rollout.pipeline_stages", "env.processes")
+    if config.deterministic and envs % parts == 0 and share % block:
+        hint = f"nearest valid: {nearest_divisors(block, share)}; or env.num_envs {near_envs}"
+        yield (*cut, "deterministic", "inference_block"), Fault("inference_block", block, f"does not divide {of}", hint)
     processes = config.env.processes
-    if processes is not None and processes > envs / stages:
-        problem = f"more than the envs of a pipeline stage (env.num_envs {envs} / rollout.pipeline_stages {stages})"
-        yield keys, Fault("env.processes", processes, problem, f"nearest valid: {max(1, envs // stages)}")
+    if processes is not None and processes > envs / parts:
+        hint = f"nearest valid: {max(1, envs // parts)}"
+        yield (*cut, "env.processes"), Fault("env.processes", processes, f"more than {of}", hint)
+
+
+def _env_ranks(config: Config) -> int:
+    """The number of env workers; 1 if the placement is at fault or the devices are not known."""
+    devices = visible_devices(config)
+    try:
+        return len(parse_placement(config.placement, devices[0], GROUPS, devices[1])["env"].ranks) if devices else 1
+    except ValueError:
+        return 1
 
 
 def _steps(config: Config) -> Iterator[Finding]:
@@ -181,20 +187,10 @@ def _simulator_keys(config: Config) -> Iterator[Finding]:
 
 
 def _placement(config: Config) -> Iterator[Finding]:
-    from scheduler.placement import parse_placement
-
-    keys: tuple[str, ...] = ("placement", "cluster.cpu_slots", "cluster.address")
-    devices = visible_devices(config)
     # A cluster's devices are counted when it is joined; here any number may exist.
-    count, kind = devices or (2**12, "gpu")
+    count, kind = visible_devices(config) or (2**12, "gpu")
     try:
-        placed = parse_placement(config.placement, count, GROUPS, kind)
+        parse_placement(config.placement, count, GROUPS, kind)
     except ValueError as error:
-        yield keys, Fault("placement", config.placement, str(error), "for example: actor, rollout, env: all")
-        return
-    ranks, envs, stages = len(placed["env"].ranks), config.env.num_envs, config.rollout.pipeline_stages
-    if devices and envs % stages == 0 and envs % (ranks * stages):
-        keys = (*keys, "env.num_envs", "rollout.pipeline_stages")
-        problem = f"does not divide over {ranks} env ranks with {stages} pipeline stages each"
-        hint = f"nearest valid: {nearest_multiples(envs, ranks * stages)}"
-        yield keys, Fault("env.num_envs", envs, problem, hint)
+        fault = Fault("placement", config.placement, str(error), "for example: actor, rollout, env: all")
+        yield ("placement", "cluster.cpu_slots", "cluster.address"), fault

@@ -47,9 +47,7 @@ def make_plan(config: Config) -> Plan:
     placed = parse_placement(config.placement, count, GROUPS, kind)
     env_ranks = placed["env"].ranks
     envs = math.ceil(config.env.num_envs / len(env_ranks))
-    on_gpu = config.env.kind == "maniskill" and config.env.sim_backend != "cpu" and kind == "gpu"
-    slots = 1 if on_gpu else len(env_ranks[0])
-    processes = config.env.processes or min(slots, max(1, envs // config.rollout.pipeline_stages))
+    processes = config.env.processes or len(env_ranks[0])
     return Plan(
         device_kind=kind,
         placed=placed,

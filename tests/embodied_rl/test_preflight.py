@@ -137,7 +137,13 @@ def test_nothing_to_resume_names_the_runs_that_can_be(run_dir: Path) -> None:
     assert "does not exist" in fault.problem
     assert str(run_dir.parent / "other") in fault.hint
     run_dir.mkdir()
-    assert "has no checkpoint" in check(config(), run_dir, resume=True)["--resume"].problem
+    assert "holds no run" in check(config(), run_dir, resume=True)["--resume"].problem
+
+
+def test_a_run_that_died_before_its_first_checkpoint_can_be_resumed(run_dir: Path) -> None:
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.yaml").touch()
+    assert check(config(), run_dir, resume=True) == {}
 
 
 def test_damaged_and_foreign_checkpoints_are_named(run_dir: Path) -> None:

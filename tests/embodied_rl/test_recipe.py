@@ -242,6 +242,26 @@ def test_grpo_needs_whole_groups_of_whole_episodes(overrides: list[str], key: st
     assert hint in faults[key].hint
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key", "hint"),
+    [
+        (["env.num_envs=20"], "env.num_envs", "nearest valid: 64; or rollout.pipeline_stages 1 or 5"),
+        (["env.num_envs=32"], "algorithm.group_size", "nearest valid: 4; or env.num_envs 64"),
+        (["env.num_envs=64"], None, ""),
+        (["env.num_envs=64", "env.processes=9"], "env.processes", "nearest valid: 8"),
+    ],
+)
+def test_every_env_worker_needs_whole_stages_of_whole_groups(
+    overrides: list[str], key: str | None, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")  # one env worker on each
+    faults = faults_of("algorithm.group_size=8", *overrides, recipe="maniskill_pushcube_grpo")
+    if key is None:
+        assert faults == {}
+    else:
+        assert hint in faults[key].hint
+
+
 def test_keys_of_maniskill_are_faults_for_another_simulator() -> None:
     assert set(faults_of("env.kind=gymnasium")) == {"env.control_mode", "env.sim_freq", "env.control_freq"}
 

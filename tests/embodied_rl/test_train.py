@@ -21,10 +21,16 @@ SMALL = [
 ]  # fmt: skip
 
 
+def without(settings: list[str], words: tuple[str, ...]) -> list[str]:
+    """The settings that the words do not give again."""
+    given = {word.split("=")[0] for word in words}
+    return [setting for setting in settings if setting.split("=")[0] not in given]
+
+
 def start(root: Path, *words: str) -> subprocess.Popen:
     """Start a small CartPole run in the background."""
     console_script = str(Path(sys.executable).with_name("embodied-rl"))
-    command = [console_script, "train", "cartpole_ppo", f"run_root={root}", *SMALL, *words]
+    command = [console_script, "train", "cartpole_ppo", f"run_root={root}", *without(SMALL, words), *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
