@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import Literal
 
 from embodied_rl.config import Config, EnvConfig
 from embodied_rl.faults import Fault, nearest_divisors, nearest_multiples, show
-from scheduler.placement import parse_placement
+from scheduler.placement import local_device_count, parse_placement
 
 GROUPS = ("actor", "rollout", "env")
 MANISKILL_KEYS = (
@@ -42,19 +41,10 @@ def consistency_faults(config: Config, defaulted: Collection[str] = ()) -> list[
 
 
 def visible_devices(config: Config) -> tuple[int, Literal["cpu", "gpu"]] | None:
-    """The number and kind of this machine's devices; None (unknown) if the run joins a cluster.
-
-    As `scheduler.cluster.local_device_count`, without importing Ray.
-    """
+    """The number and kind of this machine's devices; None (unknown) if the run joins a cluster."""
     if config.cluster.address or os.environ.get("RAY_ADDRESS"):
         return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    driver = Path("/proc/driver/nvidia/gpus")
-    listed = [g for g in visible.split(",") if g] if visible is not None else driver.glob("*")
-    gpus = len(list(listed))
-    if gpus and config.cluster.cpu_slots is None:
-        return gpus, "gpu"
-    return config.cluster.cpu_slots or len(os.sched_getaffinity(0)), "cpu"
+    return local_device_count(config.cluster.cpu_slots)
 
 
 def episode_fault(config: Config, horizon: int, source: str) -> Fault | None:

@@ -130,6 +130,7 @@ class Training:
         self.team.sync_weights()
         end = time.monotonic()
         self.iteration += 1
+        self.events.append(Event("driver", f"iteration {self.iteration}", "mark", start, end))
         self.env_steps += report.env_steps
         self.episodes += len(report.episodes)
         metrics = {

@@ -91,7 +91,8 @@ class Cluster:
                 raise ValueError(f"{name}[{rank}] would span several nodes: devices {indices}")
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             own = with_rank(context, rank, tuple(indices), tuple(device.local for device in devices), node)
-            actor_class = ray.remote(_Host).options(num_cpus=0, scheduling_strategy=strategy, max_restarts=0)
+            named: Any = ray.remote(type(worker_class.__name__, (_Host,), {}))  # the name that `ps` shows
+            actor_class = named.options(num_cpus=0, scheduling_strategy=strategy, max_restarts=0)
             actors.append(actor_class.remote(worker_class, own, args, kwargs))
         group = WorkerGroup(name, worker_class, actors, self.hub.local_address)
         self.groups.append(group)
@@ -143,20 +144,6 @@ class Cluster:
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
-
-
-def local_device_count(cpu_slots: int | None = None) -> tuple[int, Kind]:
-    """Devices of this machine, found without Ray: GPUs that NVIDIA's driver lists, else CPU slots."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = len([g for g in visible.split(",") if g]) if visible is not None else _driver_gpus()
-    if gpus and cpu_slots is None:
-        return gpus, "gpu"
-    return cpu_slots or len(os.sched_getaffinity(0)), "cpu"
-
-
-def _driver_gpus() -> int:
-    folder = "/proc/driver/nvidia/gpus"
-    return len(os.listdir(folder)) if os.path.isdir(folder) else 0
 
 
 def _devices(nodes: list[dict], cpu_slots: int | None) -> list[Device]:

@@ -12,9 +12,11 @@ threads and child processes of one worker.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 
@@ -32,6 +34,20 @@ class GroupPlacement:
     @property
     def devices(self) -> tuple[int, ...]:
         return tuple(sorted({device for rank in self.ranks for device in rank}))
+
+
+def local_device_count(cpu_slots: int | None = None) -> tuple[int, Literal["cpu", "gpu"]]:
+    """Devices of this machine, found without Ray: the GPUs that NVIDIA's driver lists, else CPU slots.
+
+    Args:
+        cpu_slots: count this many CPU slots, whatever else there is; None: GPUs if any, else the usable cores.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    driver = Path("/proc/driver/nvidia/gpus")
+    gpus = len([g for g in visible.split(",") if g] if visible is not None else list(driver.glob("*")))
+    if gpus and cpu_slots is None:
+        return gpus, "gpu"
+    return cpu_slots or len(os.sched_getaffinity(0)), "cpu"
 
 
 def parse_placement(

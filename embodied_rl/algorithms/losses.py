@@ -243,27 +243,6 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: KlKind, mask: Tensor 
     raise ValueError(f"kind {kind!r}: expected k1, k2 or k3")
 
 
-@torch.no_grad()
-def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """`1 - Var(returns - value) / Var(returns)` over the valid entries.
-
-    1 is a perfect critic, 0 one no better than a constant. NaN where undefined: no valid entries, or equal
-    returns.
-
-    Args:
-        value: any shape.
-        returns: same shape.
-        mask: bool, same shape.
-    """
-    require_same_shape(value=value, returns=returns, mask=mask)
-    require_bool(mask=mask)
-    kept = returns[mask].double()
-    if kept.numel() == 0 or bool((kept == kept[0]).all()):
-        return float("nan")
-    error = kept - value[mask].double()
-    return 1.0 - float(error.var() / kept.var())
-
-
 def _masked_inputs(log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     require_same_shape(log_ratio=log_ratio, mask=mask)
     require_bool(mask=mask)

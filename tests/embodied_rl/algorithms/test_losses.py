@@ -12,7 +12,6 @@ from embodied_rl.algorithms import (
     MAX_LOG_RATIO,
     PolicyLoss,
     cispo_loss,
-    explained_variance,
     importance_weight,
     kl_penalty,
     log_ratio,
@@ -485,27 +484,6 @@ def test_kl_names_the_kinds_it_knows() -> None:
 
 
 # Explained variance
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [([0.0, 1.0, 2.0], 1.0), ([5.0, 5.0, 5.0], 0.0), ([2.0, 1.0, 0.0], -3.0), ([0, 0.5, 1], 0.75)],
-)
-def test_explained_variance_of_a_perfect_a_constant_and_a_reversed_critic(value: list[float], expected: float) -> None:
-    got = explained_variance(torch.tensor(value), torch.tensor([0.0, 1.0, 2.0]), all_of(3))
-    assert got == pytest.approx(expected)
-
-
-def test_explained_variance_leaves_out_masked_entries() -> None:
-    value, returns = torch.tensor([0.0, NAN, 1.0]), torch.tensor([0.0, 50.0, 1.0])
-    assert explained_variance(value, returns, torch.tensor([True, False, True])) == 1.0
-
-
-@pytest.mark.parametrize("mask", [[False, False, False], [True, True, False]])
-def test_explained_variance_is_nan_where_it_is_undefined(mask: list[bool]) -> None:
-    assert math.isnan(
-        explained_variance(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.1, 0.1, 1.0]), torch.tensor(mask))
-    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
