@@ -8,7 +8,7 @@ from embodied_rl.config import Config, EnvConfig
 from envs.base import EnvSettings, EnvSpec
 
 SIMULATOR_KEYS = {
-    "maniskill": ("control_mode", "reward_mode", "sim_freq", "control_freq", "image_size", "shader"),
+    "maniskill": ("control_mode", "reward_mode", "sim_freq", "control_freq", "image_size", "shader", "sim_backend"),
     "gymnasium": (),
 }
 

@@ -58,6 +58,7 @@ class EnvSettings:
     """How to make one env. `simulator` holds what only that kind understands.
 
     Attributes:
+        kind: "maniskill", "gymnasium", or "module:Class" for a class of your own.
         horizon: env steps until an episode is truncated; None: the env's own limit.
         observation: which of "state" and "image" to produce.
         success_bonus: added to the reward of a step that ends in success, before `reward_scale`.
@@ -141,7 +142,8 @@ class ChunkResult:
         final_observation: last observation of the episodes that ended in this chunk, in the rows of `ended`; empty
             when none did.
         ended: [N]; an episode ended in this chunk.
-        lost: [N]; the env's process was replaced: nothing of this chunk happened and its episode is gone.
+        lost: [N]; the env's process was replaced: nothing of this chunk happened and its episode is gone. With
+            auto-reset its next one has begun, without it the env is frozen.
         episodes: the episodes that ended.
         spans: (process, start, end) of simulation work, in seconds of `time.monotonic`.
     """
@@ -199,7 +201,7 @@ class VectorEnv(ABC):
 
     @abstractmethod
     def restore(self, state: list[dict[str, Any]]) -> Observation:
-        """Undo everything since `state`, by replaying the running episodes; returns the current observation."""
+        """Go on from `state`, by replaying the running episodes; returns the current observation."""
 
     def offload(self) -> None:
         """Free the simulator's device memory; a CPU simulator holds none."""
@@ -216,11 +218,18 @@ KINDS = {"maniskill": "envs.maniskill:ManiSkillEnv", "gymnasium": "envs.gymnasiu
 
 
 def make(settings: EnvSettings) -> Env:
-    """Make one env of a registered kind. Raises EnvError with what to install or download."""
-    if settings.kind not in KINDS:
-        raise EnvError(f"unknown env kind '{settings.kind}'; known: {', '.join(KINDS)}")
-    module, name = KINDS[settings.kind].split(":")
-    return getattr(importlib.import_module(module), name)(settings)
+    """Make one env of a registered kind, or of a class of your own (an `Env` taking `EnvSettings`) by "module:Class".
+
+    Raises EnvError with what to install or download.
+    """
+    module, colon, name = KINDS.get(settings.kind, settings.kind).partition(":")
+    if not colon:
+        raise EnvError(f"unknown env kind '{settings.kind}'; known: {', '.join(KINDS)}, or your own as module:Class")
+    try:
+        env_class = getattr(importlib.import_module(module), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise EnvError(f"env kind '{settings.kind}' cannot be imported: {error}") from error
+    return env_class(settings)
 
 
 def episode_seed(base: int, stream: int, number: int) -> int:

@@ -23,6 +23,8 @@ class ChunkBuffers:
     episode_seed: np.ndarray  # int64 [N]
     episode_step: np.ndarray  # int64 [N]; steps done in the current episode
     running: np.ndarray  # bool [N]; an episode has begun and not ended
+    busy: np.ndarray  # bool [N]; being stepped or reset at this moment: who is to blame when the process dies
+    skip: np.ndarray  # bool [N]; left alone in this chunk, because its action was meant for a lost episode
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
         self.arrays = arrays
@@ -101,6 +103,8 @@ def _fields(spec: EnvSpec, n: int, c: int) -> list[tuple[str, tuple[int, ...], t
         ("episode_seed", (n,), np.int64),
         ("episode_step", (n,), np.int64),
         ("running", (n,), np.bool_),
+        ("busy", (n,), np.bool_),
+        ("skip", (n,), np.bool_),
     ]
 
 

@@ -1,46 +1,34 @@
 """The program of one env process: it makes envs, steps whole chunks and writes into shared memory.
 
-Started by `pool.EnvPool` as `python -m envs.process FD`. It lives for the whole run, ends when its parent does (the
-pipe closes), and answers commands in the order they come:
+Started by `handle.ProcessHandle` as `python -m envs.process FD`. It lives for the whole run, ends when its parent
+does (the pipe closes), and answers commands in the order they come:
 
     ("make", set, VectorArgs)       -> EnvSpec
     ("attach", set, path, spec, num_envs, chunk, first, last)
     ("reset", set, rows, seeds, init_state_ids)
     ("chunk", set)                  -> (episodes, start, end)
-    ("state", set), ("restore", set, state), ("render", settings, episodes)
+    ("state", set), ("restore", set, state), ("close", set)
+    ("render", settings, episodes)
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-from envs import base
-from envs.base import EnvSettings, EnvSpec, Episode
+from envs.base import EnvError, EnvSettings, EnvSpec, Episode
 from envs.buffers import ChunkBuffers
 from envs.episodes import EpisodicVectorEnv
-
-
-@dataclass(frozen=True)
-class VectorArgs:
-    """Arguments of this process's part of a vector env; see `EpisodicVectorEnv`."""
-
-    settings: EnvSettings
-    env_ids: tuple[int, ...]
-    seed: int
-    group_size: int
-    auto_reset: bool
-    record_actions: bool
-    chunk: int
+from envs.slots import VectorArgs
 
 
 class EnvProcess:
@@ -50,15 +38,7 @@ class EnvProcess:
         self.sets: dict[int, EpisodicVectorEnv] = {}
 
     def make(self, key: int, args: VectorArgs) -> EnvSpec:
-        self.sets[key] = EpisodicVectorEnv(
-            args.settings,
-            args.env_ids,
-            args.seed,
-            args.group_size,
-            args.auto_reset,
-            args.record_actions,
-            chunk=args.chunk,
-        )
+        self.sets[key] = EpisodicVectorEnv(args)
         return self.sets[key].spec
 
     def attach(self, key: int, path: str, spec: EnvSpec, num_envs: int, chunk: int, first: int, last: int) -> None:
@@ -82,10 +62,14 @@ class EnvProcess:
     def restore(self, key: int, state: list[dict[str, Any]]) -> None:
         self.sets[key].restore(state)
 
+    def close(self, key: int) -> None:
+        if key in self.sets:
+            self.sets.pop(key).close()
+
     def render(self, settings: EnvSettings, episodes: Sequence[Episode]) -> list[np.ndarray]:
         """Pictures [T+1, H, W, 3] of recorded episodes, by running them again."""
-        vector = EpisodicVectorEnv(settings, [0], auto_reset=False)
-        env = vector.slots[0].env
+        vector = EpisodicVectorEnv(VectorArgs(settings, [0], auto_reset=False))
+        env = vector.envs[0]
         films = []
         for episode in episodes:
             vector.reset([0], [episode.seed], None if episode.init_state_id is None else [episode.init_state_id])
@@ -95,9 +79,6 @@ class EnvProcess:
                 frames.append(env.render())
             films.append(np.stack(frames))
         return films
-
-    def close(self, key: int) -> None:
-        self.sets.pop(key).close()
 
 
 def serve(connection: Connection) -> None:
@@ -111,9 +92,9 @@ def serve(connection: Connection) -> None:
         key = args[0] if isinstance(args[0], int) else -1
         try:
             answer = (key, True, getattr(process, command)(*args))
-        except base.EnvError as error:
+        except EnvError as error:
             answer = (key, False, str(error))
-        except Exception:
+        except (Exception, SystemExit):
             answer = (key, False, traceback.format_exc())
         try:
             connection.send(answer)
@@ -122,6 +103,6 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what ends
     serve(Connection(int(sys.argv[1])))
-    sys.stdout.flush()
     os._exit(0)  # simulators may hang or crash in their destructors; everything of value has been sent

@@ -16,7 +16,10 @@ from embodied_rl.build import env_settings
 from embodied_rl.config import Config
 from embodied_rl.data import Observed, RolloutReport, StreamId
 from envs.base import ChunkResult, EnvSpec, Episode, Integers, Observation, VectorEnv, evaluation_seed
+from envs.maniskill import uses_gpu
+from envs.maniskill_gpu import ManiSkillBatch
 from envs.pool import EnvPool
+from envs.slots import VectorArgs
 from scheduler.channel import Channel
 from scheduler.worker import Worker
 
@@ -31,22 +34,26 @@ class EnvWorker(Worker):
         self.first_env = self.rank * per_rank
         self.per_stage = per_rank // self.stages
         self.grouped = config.algorithm.name == "grpo"
-        self.pool = EnvPool(config.env.processes or len(self.devices), config.env.step_timeout_s)
+        self.settings = env_settings(config.env)
+        self.on_gpu = uses_gpu(self.settings, self.context.device_kind)
+        processes = 0 if self.on_gpu else config.env.processes or len(self.devices)
+        self.pool = EnvPool(processes, config.env.step_timeout_s)
         self.train_envs = [self._make(stage) for stage in range(self.stages)]
         self.evaluation_envs: list[VectorEnv] = []
         self.draws = np.zeros((self.stages, self.per_stage), np.int64)
         self.started = False
 
     def _make(self, stage: int, evaluates: bool = False) -> VectorEnv:
-        return self.pool.vector_env(
-            env_settings(self.config.env),
-            self._slots(stage),
-            chunk=self.config.policy.chunk,
-            seed=self.config.seed,
-            group_size=self.config.algorithm.group_size if self.grouped else 1,
-            auto_reset=not (evaluates or self.grouped),
-            record_actions=evaluates,
-        )
+        args: dict[str, Any] = {
+            "settings": self.settings,
+            "env_ids": tuple(self._slots(stage)),
+            "chunk": self.config.policy.chunk,
+            "seed": self.config.seed,
+            "group_size": self.config.algorithm.group_size if self.grouped else 1,
+            "auto_reset": not (evaluates or self.grouped),
+            "record_actions": evaluates,
+        }
+        return ManiSkillBatch(VectorArgs(**args)) if self.on_gpu else self.pool.vector_env(**args)
 
     def _slots(self, stage: int) -> range:
         first = self.first_env + stage * self.per_stage
@@ -85,7 +92,7 @@ class EnvWorker(Worker):
                     env.chunk_step_async(self._await_action(actions, stage))
                     self.draws[stage] += 1
         report.seconds = time.monotonic() - start
-        report.busy_fraction = busy / (len(self.pool.processes) * report.seconds)
+        report.busy_fraction = busy / (max(1, len(self.pool.processes)) * report.seconds)
         report.replaced_processes, report.lost_episodes = self.pool.replaced, self.pool.lost_episodes
         return report
 

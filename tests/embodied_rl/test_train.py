@@ -121,6 +121,16 @@ def test_resuming_a_finished_run_evaluates_it_again_and_changes_nothing(unbroken
     assert (lines(unbroken), parameters(unbroken), (unbroken / "evaluation.json").read_text()) == before
 
 
+def test_evaluating_a_run_again_gives_the_episodes_of_its_final_evaluation(unbroken: Path) -> None:
+    console_script = str(Path(sys.executable).with_name("embodied-rl"))
+    done = subprocess.run([console_script, "eval", str(unbroken)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = json.loads((unbroken / "evaluations" / "step_000006" / "evaluation.json").read_text())
+    final = json.loads((unbroken / "evaluation.json").read_text())
+    assert again["episodes"] == final["episodes"] and len(again["episodes"]) == 4
+    assert f"return {final['return']:.1f} over 4 episodes" in done.stdout
+
+
 def test_disaggregated_placement_learns_the_same_parameters(unbroken: Path, tmp_path: Path) -> None:
     run = complete(tmp_path, "placement=env: 0; rollout, actor: 1")
     assert lines(run) == lines(unbroken)

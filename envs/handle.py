@@ -1,0 +1,118 @@
+"""The parent's end of one env process: starting it, talking to it, and finding out how it died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from envs.base import EnvError
+
+STDERR_KEPT = 4000  # bytes of what the process said last
+
+
+class ProcessLost(Exception):
+    """The process is gone; the message says how."""
+
+
+class ProcessHandle:
+    """One env process: its pipe, and the answers that came while another set's was awaited.
+
+    Args:
+        timeout_s: bound of a single read or write, for a process that stops in the middle of a message.
+    """
+
+    def __init__(self, number: int, timeout_s: float) -> None:
+        self.number = number
+        self.answers: dict[int, deque[tuple[bool, Any]]] = {}
+        ours, theirs = socket.socketpair()
+        limit = struct.pack("ll", int(timeout_s) + 1, 0)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self.popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", "envs.process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,  # a simulator that asks gets no answer
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": _search_path(), "OMP_NUM_THREADS": "1"},
+        )
+        assert self.popen.stderr is not None
+        os.set_blocking(self.popen.stderr.fileno(), False)
+        self._said = b""
+        self._verdict: str | None = None
+        theirs.close()
+        self.connection = Connection(ours.detach())
+
+    def send(self, *command: Any) -> None:
+        try:
+            self.connection.send(command)
+        except BlockingIOError:  # half a command was sent: nothing sensible can follow
+            self.popen.kill()
+            self._verdict = "took no commands any more and was killed"
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it died: the wait for the answer finds out why
+
+    def receive(self, key: int, timeout: float) -> Any:
+        """The next answer for one set. Raises ProcessLost, or EnvError with the process's own error."""
+        queue = self.answers.setdefault(key, deque())
+        deadline = time.monotonic() + timeout
+        while not queue:
+            self._listen()
+            try:
+                if self.connection.poll(max(0.0, min(1.0, deadline - time.monotonic()))):
+                    answered, ok, payload = self.connection.recv()
+                    self.answers.setdefault(answered, deque()).append((ok, payload))
+                elif time.monotonic() >= deadline:
+                    self.popen.kill()
+                    raise ProcessLost(f"did not answer for {timeout:g} s and was killed")
+            except (EOFError, OSError):
+                raise ProcessLost(self._how_it_died()) from None
+        ok, payload = queue.popleft()
+        if not ok:
+            raise EnvError(payload)
+        return payload
+
+    def kill(self) -> None:
+        """End it now and free what the parent holds of it."""
+        self.popen.kill()
+        self.popen.wait()
+        self.connection.close()
+        assert self.popen.stderr is not None
+        self.popen.stderr.close()
+
+    def _listen(self) -> None:
+        """Take in what it said on stderr, so that it never waits for room there."""
+        assert self.popen.stderr is not None
+        self._said = (self._said + (self.popen.stderr.read() or b""))[-STDERR_KEPT:]
+
+    def _how_it_died(self) -> str:
+        try:
+            code = self.popen.wait(5)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            return "broke off in the middle of a message and was killed"
+        self._listen()
+        how = self._verdict or self._describe_end(code)
+        said = self._said.decode(errors="replace").strip()
+        return how + (f"; it said:\n{said}" if said else "")
+
+    @staticmethod
+    def _describe_end(code: int) -> str:
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+
+def _search_path() -> str:
+    """Where the process finds modules: where this one does, this package first."""
+    root = str(Path(__file__).resolve().parent.parent)
+    return os.pathsep.join(dict.fromkeys([root, *(entry or os.getcwd() for entry in sys.path)]))
