@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from envs import physx_history
 from envs.base import ActionSpec, Env, EnvError, EnvSettings, Step
 from envs.catalog import download_command, maniskill_envs, missing_assets
 
@@ -129,6 +130,8 @@ class Simulation:
             stack.enter_context(self._other_controllers_kept(mask))
             if self._env.reconfiguration_freq and not self._has_renderer:
                 stack.enter_context(inert_materials())
+            if not self._env.gpu_sim_enabled and not self._env.reconfiguration_freq:
+                physx_history.forget(self._env.scene)
             # the seed for every env, as generators are chosen by an env's place in the batch
             self._env.reset(seed=[seed] * self.num_envs, options=options)
         self._obs = None
