@@ -2,7 +2,8 @@
 
 PhysX keeps contact and sleep data from one step to the next, and a reset that only sets poses leaves it in place: the
 same seed and actions then give another episode after each other one, by tens of centimetres once objects touch.
-Rebuilding the env (reconfigure) would cure it for 0.2 s; a new, empty physics scene for the old objects costs about 1 ms.
+Rebuilding the env (reconfigure) would cure it for 0.2 s; a new, empty physics scene for the old objects costs a
+few milliseconds at most.
 """
 
 from __future__ import annotations
