@@ -61,7 +61,7 @@ def save_checkpoint(
     config: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Writes `run_dir/checkpoints/step_<step>` atomically and deletes all but the newest `keep` others.
+    """Writes `run_dir/checkpoints/step_<step>` atomically; keeps the newest `keep` and the one marked as best.
 
     Args:
         parts: file name -> content. "policy" is a dict of tensors and becomes `policy.safetensors`; any other
@@ -92,7 +92,7 @@ def save_checkpoint(
     temporary.rename(final)
     _fsync(folder)
     _remove_temporaries(folder)
-    older = [path for path in _step_folders(run_dir) if path != final]
+    older = [path for path in _step_folders(run_dir) if path not in (final, best_checkpoint(run_dir))]
     for path in older[max(keep, 1) - 1 :]:
         shutil.rmtree(path)
     return final
@@ -169,6 +169,24 @@ def latest_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
             return path, warnings
         warnings.append(f"skipped {path}: {'; '.join(wrong)}")
     return None, warnings
+
+
+def mark_best(run_dir: Path, step: int | None) -> None:
+    """Lets the link `checkpoints/best` point to the checkpoint of a step; None removes it."""
+    link = run_dir / "checkpoints" / "best"
+    if step is None:
+        link.unlink(missing_ok=True)
+        return
+    temporary = link.with_name(".best.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(f"step_{step:06d}")
+    temporary.replace(link)
+
+
+def best_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint marked as best, if there is one."""
+    link = run_dir / "checkpoints" / "best"
+    return link.parent / link.readlink() if link.is_symlink() and link.exists() else None
 
 
 # --- files --------------------------------------------------------------------------------------------------

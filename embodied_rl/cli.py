@@ -85,7 +85,7 @@ def train(
 def evaluate(
     run_or_checkpoint: Annotated[
         Path,
-        typer.Argument(help="A run directory (its newest checkpoint is taken) or a checkpoint directory."),
+        typer.Argument(help="A run directory (its best checkpoint is taken) or a checkpoint directory."),
     ],
     episodes: Annotated[
         int | None,
@@ -206,11 +206,14 @@ def _refuse(faults: Sequence[Fault], action: str) -> NoReturn:
 
 
 def _find_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest sound one of the run there; refuses with what is wrong."""
-    from embodied_rl.checkpoint import latest_checkpoint, problems
+    """The checkpoint at `path`, or the best of the run there, or its newest sound one; refuses with what is wrong."""
+    from embodied_rl.checkpoint import best_checkpoint, latest_checkpoint, problems
     from embodied_rl.faults import Fault
 
     if (path / "checkpoints").is_dir():
+        best = best_checkpoint(path)
+        if best is not None and not problems(best):
+            return best
         checkpoint, skipped = latest_checkpoint(path)
         for warning in skipped:
             typer.echo(warning, err=True)

@@ -114,6 +114,11 @@ class Team:
         self.env.load.sharded([((saved,), {}) for saved in envs]).wait(self.timeout_s)
         return state
 
+    def load_policy(self, checkpoint: Path) -> None:
+        """Let actor and rollout workers take the parameters of a checkpoint."""
+        self.actor.load_policy(checkpoint).wait(self.timeout_s)
+        self.sync_weights()
+
     def drain_trace(self) -> list[Event]:
         """The workers' timelines since the last call."""
         ranks = self._wait([group.drain_trace() for group in self.groups.values()])

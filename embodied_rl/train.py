@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from embodied_rl.checkpoint import latest_checkpoint
+from embodied_rl.checkpoint import best_checkpoint, latest_checkpoint, mark_best
 from embodied_rl.config import Config
 from embodied_rl.console import reported
 from embodied_rl.data import RolloutReport
@@ -101,6 +101,7 @@ class Training:
         self.env_steps = 0
         self.episodes = 0
         self.reached = False
+        self.best: tuple[float, int] | None = None  # the best score of an evaluation, and its iteration
         self.replaced = 0
         self.earlier_s = 0.0
         self.started = time.monotonic()
@@ -139,9 +140,10 @@ class Training:
             **self._performance(report, policy_calls, start, end),
         }
         metrics |= self._evaluate_if_due()
-        last = self.iteration == self.config.train.iterations or self.reached
         self.tracker.log(self.iteration, metrics)
-        if last or self.iteration % self.config.train.checkpoint_every == 0:
+        is_last = self.iteration == self.config.train.iterations or self.reached
+        is_best = self.best is not None and self.best[1] == self.iteration
+        if is_last or is_best or self.iteration % self.config.train.checkpoint_every == 0:
             self._save()
         return metrics
 
@@ -188,6 +190,9 @@ class Training:
         metrics = evaluation_metrics(episodes, self.team.spec.has_success)
         aim = self.config.train.stop_at_success
         self.reached = aim is not None and metrics.get("eval/success_once", 0.0) >= aim
+        score = metrics["eval/success_once" if self.team.spec.has_success else "eval/return"]
+        if self.best is None or score >= self.best[0]:
+            self.best = (score, self.iteration)
         return metrics
 
     # ------------------------------------------------------------------------------------------ checkpoints
@@ -198,9 +203,11 @@ class Training:
             "env_steps": self.env_steps,
             "episodes": self.episodes,
             "reached": self.reached,
+            "best": list(self.best) if self.best else None,
             "wall_s": self.earlier_s + time.monotonic() - self.started,
         }
         path = self.team.save(self.run_dir, self.iteration, state)
+        mark_best(self.run_dir, self.best[1] if self.best else None)
         logger.info("saved %s", path)
 
     def load(self, checkpoint: Path) -> None:
@@ -212,13 +219,21 @@ class Training:
             state["episodes"],
         )
         self.reached, self.earlier_s = state["reached"], state["wall_s"]
+        self.best = tuple(state["best"]) if state["best"] else None
+        mark_best(self.run_dir, self.best[1] if self.best else None)
 
     # ------------------------------------------------------------------------------------------ the end
 
     def _evaluate_finally(self) -> None:
+        """Evaluate the best checkpoint by the evaluations during training, the last one where there were none."""
         settings = self.config.evaluation
+        checkpoint = best = best_checkpoint(self.run_dir)
+        if best is None or self.best is None:
+            checkpoint, _ = latest_checkpoint(self.run_dir)
+        elif self.best[1] != self.iteration:
+            self.team.load_policy(best)
+            self.results.append(f"best check during training: {self.best[0]:.3f}, after iteration {self.best[1]}")
         episodes = self.team.evaluate(settings.final_episodes, TEST_SEED, settings.deterministic)
-        checkpoint, _ = latest_checkpoint(self.run_dir)
         record = write_record(
             self.run_dir,
             episodes,

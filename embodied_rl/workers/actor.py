@@ -326,6 +326,10 @@ class ActorWorker(Worker):
         config = self.config.model_dump(mode="json")
         return save_checkpoint(run_dir, step, parts, state, config, self.config.train.keep_checkpoints)
 
+    def load_policy(self, checkpoint: Path) -> None:
+        """Take the parameters of a checkpoint and nothing else."""
+        self.policy.load_state_dict(load_checkpoint(checkpoint).parts["policy"])
+
     def load(self, checkpoint: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Go on from a checkpoint; returns the driver's and the env workers' state stored in it."""
         saved = load_checkpoint(checkpoint)

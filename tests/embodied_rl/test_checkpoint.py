@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from embodied_rl.checkpoint import (
+    best_checkpoint,
     latest_checkpoint,
     load_checkpoint,
+    mark_best,
     problems,
     read_manifest,
     save_checkpoint,
@@ -234,3 +236,21 @@ def test_looking_at_a_checkpoint_does_not_import_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["step_000001", "False"]
+
+
+def test_the_checkpoint_marked_as_best_outlives_newer_ones(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step, keep=1)
+        if step == 2:
+            mark_best(tmp_path, 2)
+    assert names(tmp_path) == ["best", "step_000002", "step_000005"]
+    assert best_checkpoint(tmp_path) == tmp_path / "checkpoints/step_000002"
+
+
+def test_the_mark_moves_and_goes(tmp_path: Path) -> None:
+    assert best_checkpoint(tmp_path) is None
+    for step in (1, 2):
+        mark_best(tmp_path, int(save(tmp_path, step).name.removeprefix("step_")))
+    assert best_checkpoint(tmp_path) == tmp_path / "checkpoints/step_000002"
+    mark_best(tmp_path, None)
+    assert best_checkpoint(tmp_path) is None

@@ -121,12 +121,22 @@ def test_resuming_a_finished_run_evaluates_it_again_and_changes_nothing(unbroken
     assert (lines(unbroken), parameters(unbroken), (unbroken / "evaluation.json").read_text()) == before
 
 
+def test_the_final_evaluation_is_of_the_best_check_during_training(tmp_path: Path) -> None:
+    words = ["evaluation.every=1", "train.iterations=8", "algorithm.lr=0.05", "train.keep_checkpoints=1"]
+    run = complete(tmp_path, *words)
+    scores = {line["step"]: line["eval/return"] for line in lines(run)}
+    best = max(scores, key=lambda step: (scores[step], step))
+    evaluated = json.loads((run / "evaluation.json").read_text())["fingerprint"]["checkpoint"]
+    assert evaluated == f"step_{best:06d}"
+    assert {path.name for path in (run / "checkpoints").glob("step_*")} <= {evaluated, "step_000008"}
+
+
 def test_evaluating_a_run_again_gives_the_episodes_of_its_final_evaluation(unbroken: Path) -> None:
     console_script = str(Path(sys.executable).with_name("embodied-rl"))
     done = subprocess.run([console_script, "eval", str(unbroken)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    again = json.loads((unbroken / "evaluations" / "step_000006" / "evaluation.json").read_text())
     final = json.loads((unbroken / "evaluation.json").read_text())
+    again = json.loads((unbroken / "evaluations" / final["fingerprint"]["checkpoint"] / "evaluation.json").read_text())
     assert again["episodes"] == final["episodes"] and len(again["episodes"]) == 4
     assert f"return {final['return']:.1f} over 4 episodes" in done.stdout
 
