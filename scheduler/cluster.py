@@ -5,22 +5,26 @@ Devices are GPUs where there are any, else CPU slots (usable cores), numbered fr
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from scheduler import channel as channels
 from scheduler.channel import Channel, ChannelHub
-from scheduler.placement import GroupPlacement
-from scheduler.transport import Location
-from scheduler.worker import Context, Handle, Worker, WorkerGroup, _Host, wait_all, with_rank
+from scheduler.placement import GroupPlacement, PlacementError
+from scheduler.transport import Location, remove_orphans
+from scheduler.worker import Context, Handle, Watch, Worker, WorkerFailed, WorkerGroup, _Host, wait_all, with_rank
 
 Kind = Literal["cpu", "gpu"]
+END_S = 5.0  # how long workers may take to shut down before they are killed
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device: `local` is its number on its node (a GPU index, or a core)."""
+    """One device: `local` is its position among the GPUs, or the usable cores, of its node."""
 
     index: int
     kind: Kind
@@ -29,7 +33,7 @@ class Device:
 
 
 class Cluster:
-    """A started (or joined) Ray cluster and the channels of one run.
+    """A started (or joined) Ray cluster and the channels of one run; a context manager.
 
     Args:
         address: Ray cluster to join; None starts Ray on this machine (RAY_ADDRESS is honoured).
@@ -45,26 +49,29 @@ class Cluster:
         timeout_s: float = 600.0,
         log_file: str | None = None,
     ) -> None:
+        # Ray reads this when it is imported. A dead worker is reported once, by name: see `WorkerDied`.
+        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
         import ray
 
         self.timeout_s, self.log_file = timeout_s, log_file
+        self.groups: list[WorkerGroup] = []
+        self._process = os.getpid()
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
-            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            local: dict[str, Any] = {}
-            if address is None and "RAY_ADDRESS" not in os.environ:
-                local = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
-        here = ray.get_runtime_context().get_node_id()
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeID"]))
-        self.devices = _devices(nodes, cpu_slots)
-        self.kind: Kind = self.devices[0].kind
-        self.host = here
-        other_hosts = any(node["NodeID"] != here for node in nodes)
-        address_here = next((node["NodeManagerAddress"] for node in nodes if node["NodeID"] == here), None)
-        self.hub = ChannelHub(address_here if other_hosts else None)
-        self.groups: list[WorkerGroup] = []
+            _init_ray(address)
+        try:
+            self.host = ray.get_runtime_context().get_node_id()
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            nodes.sort(key=lambda node: (node["NodeID"] != self.host, node["NodeID"]))
+            self.devices = _devices(nodes, cpu_slots)
+            self.kind: Kind = self.devices[0].kind
+            self.hub = ChannelHub(nodes[0]["NodeManagerAddress"] if len(nodes) > 1 else None)
+        except BaseException:
+            if self._owns_ray:
+                ray.shutdown()
+            raise
+        self._watch = Watch(self.groups)
+        atexit.register(self.shutdown)
 
     def start(
         self, name: str, worker_class: type[Worker], placement: GroupPlacement, *args: Any, **kwargs: Any
@@ -88,7 +95,7 @@ class Cluster:
             devices = [self.devices[index] for index in indices]
             node = devices[0].node
             if any(device.node != node for device in devices):
-                raise ValueError(f"{name}[{rank}] would span several nodes: devices {indices}")
+                raise PlacementError(f"{name}[{rank}] would span several nodes: devices {list(indices)}")
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             own = with_rank(context, rank, tuple(indices), tuple(device.local for device in devices), node)
             named: Any = ray.remote(type(worker_class.__name__, (_Host,), {}))  # the name that `ps` shows
@@ -115,7 +122,7 @@ class Cluster:
         if consumers is not None:
             receivers = tuple(consumers.locations)
         else:
-            receivers = (Location(self.host, -1),) if len({d.node for d in self.devices}) == 1 else ()
+            receivers = (Location(self.host, -1),) if {d.node for d in self.devices} == {self.host} else ()
         return Channel(
             name,
             self.hub.local_address,
@@ -129,15 +136,28 @@ class Cluster:
         )
 
     def shutdown(self) -> None:
-        """End the workers, the hub and, if it was started here, Ray."""
+        """End the workers, the hub and, if it was started here, Ray. Calls after the first do nothing."""
         import ray
 
-        for group in self.groups:
-            for actor in group.actors:
+        atexit.unregister(self.shutdown)
+        if os.getpid() != self._process:  # a forked child that ends must not end its parent's run
+            return
+        groups, self.groups = self.groups, []
+        owns_ray, self._owns_ray = self._owns_ray, False
+        try:
+            self._watch.stop()
+            actors = [actor for group in groups for actor in group.actors]
+            if actors:
+                channels.fail_all(self.hub.local_address, WorkerFailed("the driver", "ended the run"), for_good=True)
+                with suppress(ray.exceptions.RayError):
+                    ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=END_S)
+            for actor in actors:
                 ray.kill(actor)
-        self.hub.close()
-        if self._owns_ray:
-            ray.shutdown()
+            self.hub.close()
+        finally:
+            if owns_ray:
+                ray.shutdown()
+            remove_orphans()
 
     def __enter__(self) -> Cluster:
         return self
@@ -146,15 +166,26 @@ class Cluster:
         self.shutdown()
 
 
+def _init_ray(address: str | None) -> None:
+    import ray
+
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is None and not os.environ.get("RAY_ADDRESS"):
+        ray.init("local", include_dashboard=False, object_store_memory=100 * 2**20, **quiet)
+    else:
+        ray.init(address, **quiet)
+
+
 def _devices(nodes: list[dict], cpu_slots: int | None) -> list[Device]:
     found: list[tuple[Kind, str, int]] = []
     for node in nodes:
         found += [("gpu", node["NodeID"], i) for i in range(int(node["Resources"].get("GPU", 0)))]
     if not found or cpu_slots is not None:
-        cores = sorted(os.sched_getaffinity(0))
         found = []
         for position, node in enumerate(nodes):
-            usable = cores if position == 0 else list(range(int(node["Resources"].get("CPU", 1))))
-            count = cpu_slots if position == 0 and cpu_slots else len(usable)
-            found += [("cpu", node["NodeID"], usable[i % len(usable)]) for i in range(count)]
+            here = position == 0
+            cores = len(os.sched_getaffinity(0)) if here else int(node["Resources"].get("CPU", 0))
+            count = cpu_slots if here and cpu_slots else cores
+            found += [("cpu", node["NodeID"], i % cores) for i in range(count)]
     return [Device(index, kind, node, local) for index, (kind, node, local) in enumerate(found)]

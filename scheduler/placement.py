@@ -44,7 +44,9 @@ def local_device_count(cpu_slots: int | None = None) -> tuple[int, Literal["cpu"
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     driver = Path("/proc/driver/nvidia/gpus")
-    gpus = len([g for g in visible.split(",") if g] if visible is not None else list(driver.glob("*")))
+    gpus = len(
+        [g for g in visible.split(",") if g not in ("", "-1")] if visible is not None else list(driver.glob("*"))
+    )
     if gpus and cpu_slots is None:
         return gpus, "gpu"
     return cpu_slots or len(os.sched_getaffinity(0)), "cpu"

@@ -115,5 +115,10 @@ def write_chrome_trace(events: Iterable[Event], path: Path) -> None:
             }
         )
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
+    temporary.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}, default=_plain))
     os.replace(temporary, path)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy and torch values as Python's, anything else by its name."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

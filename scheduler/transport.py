@@ -6,10 +6,12 @@ different hosts             arrays inside the message, over TCP
 
 `pack` turns an object into frames, `unpack` turns frames back. Large arrays travel out of band (pickle protocol 5),
 so they are never pickled; a shared-memory block is reused as soon as the receiver has dropped the arrays that view it.
+Tensors arrive without their autograd graph.
 """
 
 from __future__ import annotations
 
+import fcntl
 import io
 import itertools
 import mmap
@@ -18,25 +20,28 @@ import pickle
 import secrets
 import struct
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal
 
-import cloudpickle
 import msgpack
 import numpy as np
 
 Way = Literal["reference", "shared_memory", "inline"]
 
 INLINE_BYTES = 16 * 1024  # below this a copy inside the message is cheaper than a block of shared memory
+PREFIX = "embodied-rl-arena-"
 ALIGNMENT = 64
 SMALLEST_BLOCK = 1 << 18
-HEADER = struct.Struct("qq")  # state, process id of the holder
-FREE, SENT, HELD = 0, 1, 2
+HEADER = struct.Struct("q")  # FREE, SENT, or the process id of the receiver that holds the block
+FREE, SENT = -1, 0  # never the other way round: pack_into writes zeros first, and another process may see them
 
 
 @dataclass(frozen=True)
@@ -82,13 +87,19 @@ def pack(obj: Any, way: Way) -> list[bytes | memoryview]:
 
 
 def unpack(frames: Sequence[Any]) -> Any:
-    """Rebuild the object of `pack`. Arrays view shared memory or the received frames; nothing is copied."""
+    """Rebuild the object of `pack`; arrays that lay in shared memory are views of it.
+
+    Raises ConnectionError if the sender's shared memory is gone.
+    """
     way, *rest = msgpack.unpackb(bytes(frames[0]))
     if way == "reference":
+        if rest[0] != os.getpid():
+            raise RuntimeError(f"process {rest[0]} sent a reference, which only process {rest[0]} itself can read")
         return _references.pop(rest[1])
     if way == "shared_memory":
         name, size, spans = rest
-        return pickle.loads(frames[1], buffers=_hold(name, size, spans))
+        memory = memoryview(_hold(name, size))  # type: ignore[arg-type]
+        return pickle.loads(frames[1], buffers=[memory[offset : offset + length] for offset, length in spans])
     return pickle.loads(frames[1], buffers=[bytearray(frame) for frame in frames[2:]])
 
 
@@ -98,7 +109,8 @@ def discard(frames: Sequence[Any]) -> None:
     if way == "reference" and rest[0] == os.getpid():
         _references.pop(rest[1], None)
     elif way == "shared_memory":
-        HEADER.pack_into(_attach(rest[0], rest[1]), 0, FREE, 0)
+        with suppress(ConnectionError):  # of another host, or of a sender that has ended
+            HEADER.pack_into(_attach(rest[0], rest[1]), 0, FREE)
 
 
 _references: dict[int, Any] = {}
@@ -106,59 +118,76 @@ _reference_ids = itertools.count()
 
 
 def _dump(obj: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    for pickler_class in (_Pickler, _CloudPickler):
-        stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-
-        def out_of_band(buffer: pickle.PickleBuffer, buffers: list[pickle.PickleBuffer] = buffers) -> bool:
-            if buffer.raw().nbytes < INLINE_BYTES:
-                return True
-            buffers.append(buffer)
-            return False
-
-        try:
-            pickler_class(stream, protocol=5, buffer_callback=out_of_band).dump(obj)
-            return stream.getvalue(), buffers
-        except (pickle.PicklingError, AttributeError, TypeError):
-            if pickler_class is _CloudPickler:
-                raise
-    raise AssertionError("unreachable")
+    try:
+        return _dump_with(_Pickler, obj)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return _dump_with(_cloud_pickler(), obj)
 
 
-class _TensorsAsArrays:
-    """Reduce CPU tensors to NumPy arrays, which pickle out of band; torch's own reduction copies."""
+def _dump_with(pickler_class: type[pickle.Pickler], obj: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
 
+    def in_band(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < INLINE_BYTES:
+            return True
+        buffers.append(buffer)
+        return False
+
+    pickler_class(stream, protocol=5, buffer_callback=in_band).dump(obj)
+    return stream.getvalue(), buffers
+
+
+def _reduce_array(obj: Any) -> Any:
+    """Reduce what pickle would copy into its stream: tensors, and arrays that are not contiguous."""
+    if type(obj) is np.ndarray:
+        contiguous = obj.flags.forc or obj.dtype.hasobject
+        return NotImplemented if contiguous else np.ascontiguousarray(obj).__reduce_ex__(5)
+    torch = sys.modules.get("torch")
+    if torch is None or type(obj) not in (torch.Tensor, torch.nn.Parameter):
+        return NotImplemented
+    if obj.device.type != "cpu" or obj.layout is not torch.strided:
+        return NotImplemented
+    if type(obj) is torch.nn.Parameter:
+        return torch.nn.Parameter, (obj.detach(), obj.requires_grad)
+    tensor = obj.detach().contiguous().resolve_conj().resolve_neg()
+    try:
+        return _tensor_from_array, (tensor.numpy(),)
+    except TypeError:  # NumPy lacks the type, bfloat16 for example: its bits travel as integers
+        bits = getattr(torch, f"int{8 * tensor.element_size()}")
+        return _tensor_from_array, (tensor.view(bits).numpy(), tensor.dtype)
+
+
+class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.device.type == "cpu":
-            tensor = obj.detach().contiguous()
-            if tensor.dtype == torch.bfloat16:
-                return _bfloat16_from_array, (tensor.view(torch.int16).numpy(),)
-            return _tensor_from_array, (tensor.numpy(),)
-        parent = getattr(super(), "reducer_override", None)
-        return parent(obj) if parent else NotImplemented
+        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
+            raise pickle.PicklingError("the receiver has another __main__")
+        return _reduce_array(obj)
 
 
-class _Pickler(_TensorsAsArrays, pickle.Pickler):
-    pass
+@lru_cache(maxsize=1)
+def _cloud_pickler() -> type[pickle.Pickler]:
+    """Also takes lambdas and what `__main__` defines, at a price; used where the plain pickler gives up.
+
+    Ray's own, for then a class that came with a worker and one that came with a message are the same class.
+    """
+    from ray import cloudpickle
+
+    class CloudPickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            reduced = _reduce_array(obj)
+            return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    return CloudPickler
 
 
-class _CloudPickler(_TensorsAsArrays, cloudpickle.Pickler):
-    """Also takes lambdas and classes of `__main__`, at a price; used where the plain pickler gives up."""
-
-
-def _tensor_from_array(array: np.ndarray) -> Any:
+def _tensor_from_array(array: np.ndarray, dtype: Any = None) -> Any:
     import torch
 
-    return torch.from_numpy(array)
+    tensor = torch.from_numpy(array)
+    return tensor if dtype is None else tensor.view(dtype)
 
 
-def _bfloat16_from_array(array: np.ndarray) -> Any:
-    import torch
-
-    return torch.from_numpy(array).view(torch.bfloat16)
-
-
-# ---------------------------------------------------------------------------------------------- shared memory
+# ---------------------------------------------------------------------------------------------- sender's blocks
 
 
 def _aligned(nbytes: int) -> int:
@@ -168,8 +197,8 @@ def _aligned(nbytes: int) -> int:
 class Block:
     """One reusable piece of shared memory, owned by the sending process."""
 
-    def __init__(self, name: str, size: int, memory: mmap.mmap) -> None:
-        self.name, self.size, self.memory = name, size, memory
+    def __init__(self, path: Path, size: int, memory: mmap.mmap) -> None:
+        self.path, self.name, self.size, self.memory = path, str(path), size, memory
 
     def fill(self, views: Sequence[memoryview]) -> list[tuple[int, int]]:
         """Copy the buffers in; returns their (offset, length)."""
@@ -180,63 +209,107 @@ class Block:
             offset += _aligned(view.nbytes)
         return spans
 
-    @property
-    def state(self) -> tuple[int, int]:
-        state, holder = HEADER.unpack_from(self.memory, 0)
-        return state, holder
+    def is_free(self) -> bool:
+        """Whether nobody reads it: the receiver has dropped what it got, or has died."""
+        holder = HEADER.unpack_from(self.memory, 0)[0]
+        return holder == FREE or (holder > 0 and not _alive(holder))
 
 
 class Arena:
-    """The shared-memory blocks of one sending process, in sizes of powers of two."""
+    """The shared-memory blocks of one sending process."""
 
     def __init__(self, directory: Path | None = None) -> None:
         shm = Path("/dev/shm")
-        self.directory = directory or (shm if shm.is_dir() else Path(os.environ.get("TMPDIR", "/tmp")))
-        self.blocks: dict[int, list[Block]] = {}
+        self.directory = directory or (shm if shm.is_dir() else Path(tempfile.gettempdir()))
+        self.prefix = f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        self.blocks: list[Block] = []
         self.lock = threading.Lock()
-        self.prefix = f"embodied-rl-{os.getpid()}-{secrets.token_hex(4)}"
-        self.count = itertools.count()
-        self._remove_orphans()
-        weakref.finalize(self, _unlink_all, self.directory, self.prefix)
+        self._count = itertools.count()
+        self._claimed = False
+        remove_orphans(self.directory)
+        self.close = weakref.finalize(self, _unlink_all, self.directory, self.prefix, os.getpid())
 
     def allocate(self, nbytes: int) -> Block | None:
         """A free block with room for `nbytes`, marked as sent; None if shared memory is exhausted."""
-        size = max(SMALLEST_BLOCK, 1 << (nbytes + ALIGNMENT - 1).bit_length())
+        needed = nbytes + ALIGNMENT
         with self.lock:
-            blocks = self.blocks.setdefault(size, [])
-            block = next((b for b in blocks if b.state[0] == FREE), None)
-            block = block or next((b for b in blocks if b.state[0] == HELD and not _alive(b.state[1])), None)
-            if block is None:
-                block = self._create(size)
-                if block is None:
-                    return None
-                blocks.append(block)
-            HEADER.pack_into(block.memory, 0, SENT, 0)
+            fitting = (b for b in self.blocks if needed <= b.size <= max(2 * needed, SMALLEST_BLOCK) and b.is_free())
+            block = min(fitting, key=lambda b: b.size, default=None) or self._create(needed)
+            if block is None and self._trim():
+                block = self._create(needed)
+            if block is not None:
+                HEADER.pack_into(block.memory, 0, SENT)
             return block
 
-    def _create(self, size: int) -> Block | None:
-        path = self.directory / f"{self.prefix}-{next(self.count)}"
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
+    def _create(self, needed: int) -> Block | None:
+        step = max(SMALLEST_BLOCK, 1 << (needed.bit_length() - 3))
+        size = -(-needed // step) * step
+        path = self.directory / f"{self.prefix}-{next(self._count)}"
         try:
-            os.posix_fallocate(descriptor, 0, size)  # fails here if memory is short, not by a bus error later
-            return Block(str(path), size, mmap.mmap(descriptor, size))
+            if not self._claimed:
+                _claim(self.directory / f"{self.prefix}-owner")
+                self._claimed = True
+            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, size)  # fails here if memory is short, not by a bus error later
+                block = Block(path, size, mmap.mmap(descriptor, size))
+            finally:
+                os.close(descriptor)
         except OSError:
-            path.unlink()
+            path.unlink(missing_ok=True)
             return None
-        finally:
-            os.close(descriptor)
+        self.blocks.append(block)
+        return block
 
-    def _remove_orphans(self) -> None:
-        """Remove the blocks of processes that were killed before they could."""
-        for path in self.directory.glob("embodied-rl-*"):
-            owner = path.name.split("-")[2]
-            if owner.isdigit() and not _alive(int(owner)):
-                path.unlink(missing_ok=True)
+    def _trim(self) -> bool:
+        """Give the memory of free blocks back; whether there were any."""
+        free = [block for block in self.blocks if block.is_free()]
+        for block in free:
+            with suppress(FileNotFoundError):
+                os.truncate(block.path, 0)  # else receivers that have mapped it would keep the memory
+                block.path.unlink()
+            self.blocks.remove(block)
+        return bool(free)
 
 
-def _unlink_all(directory: Path, prefix: str) -> None:
-    for path in directory.glob(f"{prefix}-*"):
-        path.unlink(missing_ok=True)
+def arena() -> Arena:
+    """This process's arena; a forked child gets its own."""
+    pid = os.getpid()
+    if pid not in _arenas:
+        _arenas.setdefault(pid, Arena())
+    return _arenas[pid]
+
+
+_arenas: dict[int, Arena] = {}
+
+
+def remove_orphans(directory: Path = Path("/dev/shm")) -> None:
+    """Remove the blocks of processes that were killed before they could do it."""
+    for owner in directory.glob(f"{PREFIX}*-owner"):
+        with suppress(OSError):  # removed meanwhile, or its process lives and holds the lock
+            descriptor = os.open(owner, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _unlink_all(directory, owner.name.removesuffix("-owner"), os.getpid())
+            finally:
+                os.close(descriptor)
+
+
+def _claim(owner: Path) -> None:
+    """Lock a file for as long as this process lives. A process id would not do: containers that share /dev/shm
+    do not share process ids."""
+    while True:
+        descriptor = os.open(owner, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if owner.exists():
+            return
+        os.close(descriptor)  # somebody took it for an orphan before it was locked
+
+
+def _unlink_all(directory: Path, prefix: str, process: int) -> None:
+    if os.getpid() == process:  # a forked child must not remove its parent's
+        for path in directory.glob(f"{prefix}-*"):
+            path.unlink(missing_ok=True)
 
 
 def _alive(pid: int) -> bool:
@@ -249,40 +322,30 @@ def _alive(pid: int) -> bool:
     return True
 
 
-@lru_cache(maxsize=1)
-def arena() -> Arena:
-    """This process's arena."""
-    return Arena()
+# ---------------------------------------------------------------------------------------------- receiver's views
+
+
+def _hold(name: str, size: int) -> np.ndarray:
+    """A received block as bytes; the sender may reuse it when the last view of this array is gone."""
+    memory = _attach(name, size)
+    HEADER.pack_into(memory, 0, os.getpid())
+    whole = np.frombuffer(memory, np.uint8)
+    weakref.finalize(whole, _release, memory, os.getpid()).atexit = False
+    return whole
+
+
+def _release(memory: mmap.mmap, holder: int) -> None:
+    if os.getpid() == holder:  # a forked child has inherited the views, not the right to end them
+        HEADER.pack_into(memory, 0, FREE)
 
 
 @lru_cache(maxsize=256)
 def _attach(name: str, size: int) -> mmap.mmap:
-    descriptor = os.open(name, os.O_RDWR)
+    try:
+        descriptor = os.open(name, os.O_RDWR)
+    except FileNotFoundError:
+        raise ConnectionError(f"the process that sent this message has ended: {name} is gone") from None
     try:
         return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
-
-
-def _hold(name: str, size: int, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
-    """Views of a block's buffers; the block is released when the last of them is dropped."""
-    memory = _attach(name, size)
-    HEADER.pack_into(memory, 0, HELD, os.getpid())
-    lease = _Lease(memory, len(spans))
-    views = []
-    for offset, length in spans:
-        array = np.frombuffer(memory, np.uint8, count=length, offset=offset)
-        weakref.finalize(array, lease.drop).atexit = False
-        views.append(memoryview(array))  # type: ignore[arg-type]
-    return views
-
-
-class _Lease:
-    def __init__(self, memory: mmap.mmap, count: int) -> None:
-        self.memory, self.count, self.lock = memory, count, threading.Lock()
-
-    def drop(self) -> None:
-        with self.lock:
-            self.count -= 1
-            if self.count == 0:
-                HEADER.pack_into(self.memory, 0, FREE, 0)

@@ -1,28 +1,30 @@
 """Workers and worker groups: classes in Ray actors, called as one.
 
 A `Worker` runs in a process of its own, on the devices its placement names. A `WorkerGroup` is the driver's handle
-on all its ranks. When one fails, `wait_all` finds the first cause and tells every other worker through the channels.
+on all its ranks. When one fails, `wait_all` finds the first cause and tells every other worker through the channels;
+when one dies while the driver waits for something else, the `Watch` does.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ray
-from ray.exceptions import RayActorError
-
 from scheduler import channel as channels
+from scheduler import transport
 from scheduler.channel import Channel, ChannelClosed, ChannelTimeout
 from scheduler.trace import Event, Trace
 from scheduler.transport import Location
 
 SETTLE_S = 1.0  # after a failure, how long others may take to report theirs, so that the first cause is among them
+WATCH_S = 1.0  # how often the driver looks whether the workers live
 
 
 class WorkerFailed(Exception):
@@ -30,13 +32,8 @@ class WorkerFailed(Exception):
 
     def __init__(self, worker: str, summary: str, details: str = "", at: float = 0.0, secondary: bool = False) -> None:
         super().__init__(worker, summary, details, at, secondary)
-        self.worker, self.summary, self.details, self.at, self.secondary = (
-            worker,
-            summary,
-            details,
-            at,
-            secondary,
-        )
+        self.worker, self.summary, self.details = worker, summary, details
+        self.at, self.secondary = at, secondary
 
     def __str__(self) -> str:
         return f"{self.worker} {self.summary}" + (f"\n{self.details}" if self.details else "")
@@ -48,7 +45,11 @@ class WorkerDied(WorkerFailed):
 
 @dataclass(frozen=True)
 class Context:
-    """What a worker knows of its place. `mailbox` is a template for the channels of `send` and `recv`."""
+    """What a worker knows of its place.
+
+    `cores` are the positions of its devices among its node's usable cores or GPUs; `mailbox` is a template for the
+    channels of `send` and `recv`.
+    """
 
     group: str
     rank: int
@@ -86,17 +87,16 @@ class Worker:
 
     def send(self, obj: Any, to: str, timeout: float | None = None) -> None:
         """Send to one worker, named like "rollout[0]"; waits while its mailbox is full."""
-        self._mailbox(to).put(obj, key=self.context.name, timeout=timeout)
+        self._mailbox(to, self.context.name).put(obj, key=self.context.name, timeout=timeout)
 
     def recv(self, source: str, timeout: float | None = None) -> Any:
         """Receive the next object from one worker, named like "actor[0]"."""
-        return self._mailbox(self.context.name).get(key=source, timeout=timeout)
+        return self._mailbox(self.context.name, source).get(key=source, timeout=timeout)
 
-    def _mailbox(self, owner: str) -> Channel:
-        box = self.context.mailbox
-        named = Channel.__new__(Channel)
-        named.__dict__ = {**box.__dict__, "name": f"mail/{owner}", "consumers": owner, "producers": "a peer"}
-        return named
+    def _mailbox(self, owner: str, sender: str) -> Channel:
+        box = copy.copy(self.context.mailbox)
+        box.name, box.consumers, box.producers = f"mail/{owner}", owner, sender
+        return box
 
     def drain_trace(self) -> list[Event]:
         """This worker's timeline since the last call."""
@@ -109,7 +109,7 @@ class Worker:
         """Undo `offload`."""
 
     def shutdown(self) -> None:
-        """Release what the process would not release by ending."""
+        """Release what the process would not release by ending. Called once: by the driver, or by the cluster's end."""
 
 
 class _Host:
@@ -118,9 +118,10 @@ class _Host:
     def __init__(self, worker_class: type[Worker], context: Context, args: tuple, kwargs: dict) -> None:
         self.context = context
         if context.device_kind == "gpu":
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in context.cores)
+            os.environ["CUDA_VISIBLE_DEVICES"] = _visible_gpus(context.cores)
         else:
-            os.sched_setaffinity(0, context.cores)
+            usable = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {usable[core % len(usable)] for core in context.cores})
         if context.log_file:
             form = f"%(asctime)s {context.name} %(levelname)s %(message)s"
             logging.basicConfig(filename=context.log_file, level=logging.INFO, format=form, force=True)
@@ -129,32 +130,63 @@ class _Host:
         self.worker.context = context
         self.worker.trace = Trace(context.name)
         self.init = (args, kwargs)
+        self.needs_shutdown = False
 
     def start(self) -> Any:
         """Run the worker's `__init__`; returns where it lives, or the failure."""
         args, kwargs = self.init
-        failure = self._guard(lambda: self.worker.__init__(*args, **kwargs))  # type: ignore[misc]
-        return failure if isinstance(failure, WorkerFailed) else Location.here(self.context.host)
+        failure = self._guard(self.worker.__init__, args, kwargs)  # type: ignore[misc]
+        if isinstance(failure, WorkerFailed):
+            return failure
+        self.needs_shutdown = True
+        return Location.here(self.context.host)
 
     def call(self, method: str, args: tuple, kwargs: dict) -> Any:
-        return self._guard(lambda: getattr(self.worker, method)(*args, **kwargs))
+        if method == "shutdown":
+            self.needs_shutdown = False
+        return self._guard(getattr(self.worker, method), args, kwargs)
 
-    def _guard(self, work: Any) -> Any:
+    def alive(self) -> None:
+        """Answers the watch."""
+
+    def end(self) -> Any:
+        """Before the process is killed: shut the worker down and remove its shared memory."""
+        failure = self.call("shutdown", (), {}) if self.needs_shutdown else None
+        transport.arena().close()
+        return failure
+
+    def _guard(self, work: Callable, args: tuple, kwargs: dict) -> Any:
         channels.take_produced()
         try:
-            return work()
+            return work(*args, **kwargs)
         except Exception as error:
-            failure = WorkerFailed(
-                self.context.name,
-                f"failed: {type(error).__name__}: {error}",
-                traceback.format_exc(),
-                time.time(),
-                secondary=isinstance(error, ChannelClosed | ChannelTimeout | WorkerFailed),
-            )
-            logging.getLogger(__name__).error("%s", failure)
-            for produced in channels.take_produced():
-                produced.close(failure)
+            failure = self._failure(error)
+            concerned = [value for value in (*args, *kwargs.values()) if isinstance(value, Channel)]
+            for one in {c.name: c for c in (*concerned, *channels.take_produced())}.values():
+                one.close(failure)
             return failure
+
+    def _failure(self, error: Exception) -> WorkerFailed:
+        """What is reported: another worker's failure that came through a channel is passed on as it is."""
+        log = logging.getLogger(__name__)
+        if isinstance(error, WorkerFailed):
+            log.warning("stopped because %s %s", error.worker, error.summary)
+            return error
+        failure = WorkerFailed(
+            self.context.name,
+            f"failed: {type(error).__name__}: {error}",
+            traceback.format_exc(),
+            time.time(),
+            secondary=isinstance(error, ChannelClosed | ChannelTimeout),
+        )
+        log.error("%s", failure)
+        return failure
+
+
+def _visible_gpus(positions: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for some of the GPUs that this process was given."""
+    given = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    return ",".join(given[position] if given else str(position) for position in positions)
 
 
 class Handle:
@@ -164,6 +196,9 @@ class Handle:
         self.group, self.refs = group, refs
 
     def done(self) -> bool:
+        """Whether every rank has returned or failed."""
+        import ray
+
         return len(ray.wait(self.refs, num_returns=len(self.refs), timeout=0)[0]) == len(self.refs)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -172,6 +207,8 @@ class Handle:
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """The return values by rank; waits like `wait`."""
+        import ray
+
         self.wait(timeout)
         return ray.get(self.refs)
 
@@ -205,7 +242,9 @@ class WorkerGroup:
         self.locations: list[Location] = []
 
     def __getattr__(self, method: str) -> GroupMethod:
-        if method.startswith("_") or not callable(getattr(self._worker_class, method, None)):
+        if method.startswith("_"):  # not a worker's, and pickle asks for some before `__init__` has run
+            raise AttributeError(method)
+        if not callable(getattr(self._worker_class, method, None)):
             raise AttributeError(f"{self._worker_class.__name__} has no method '{method}'")
         return GroupMethod(self, method)
 
@@ -222,6 +261,8 @@ def wait_all(handles: Sequence[Handle], timeout: float | None = None) -> None:
     As soon as one worker fails, every channel is closed with its error, so that nobody waits for it.
     Raises the first cause: a WorkerDied or WorkerFailed. Raises TimeoutError naming who is still at work.
     """
+    import ray
+
     owner = {ref: (h.group, rank) for h in handles for rank, ref in enumerate(h.refs)}
     pending, failures = list(owner), list[WorkerFailed]()
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -237,21 +278,68 @@ def wait_all(handles: Sequence[Handle], timeout: float | None = None) -> None:
             failure = _failure_of(ref, *owner[ref])
             if failure is not None:
                 if not failures:
-                    channels.fail_all(owner[ref][0].hub_address, failure)
+                    _tell_all(owner[ref][0], failure)
                     deadline = time.monotonic() + SETTLE_S
                 failures.append(failure)
     if failures:
         raise min(failures, key=lambda f: (not isinstance(f, WorkerDied), f.secondary, f.at))
 
 
+def _tell_all(group: WorkerGroup, failure: WorkerFailed) -> None:
+    channels.fail_all(group.hub_address, failure, for_good=isinstance(failure, WorkerDied))
+
+
 def _failure_of(ref: Any, group: WorkerGroup, rank: int) -> WorkerFailed | None:
+    import ray
+    from ray.exceptions import RayActorError, RayError
+
+    name = group.worker_name(rank)
     try:
         result = ray.get(ref)
     except RayActorError as error:
-        reason = " ".join(str(error).split("\n")[0].split())
+        if error.actor_init_failed:
+            return WorkerFailed(name, "failed to start", str(error), time.time())
         summary = "died: its process ended (killed, out of memory or crashed)"
-        return WorkerDied(group.worker_name(rank), summary, reason, time.time())
+        reasons = [line for line in str(error).splitlines()[1:] if not line.startswith("\t")] or [str(error)]
+        return WorkerDied(name, summary, " ".join(reasons).split(" Some common causes")[0], time.time())
+    except RayError as error:  # for example a result that cannot be pickled
+        return WorkerFailed(name, "failed outside its method", str(error), time.time())
     return result if isinstance(result, WorkerFailed) else None
+
+
+class Watch:
+    """Looks for dead workers from a thread of the driver, whatever the driver itself waits for.
+
+    A question that a busy worker cannot answer yet costs nothing; one to a dead worker comes back as an error.
+    """
+
+    def __init__(self, groups: Sequence[WorkerGroup]) -> None:
+        self._groups = groups
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="worker-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        import ray
+
+        asked: dict[tuple[WorkerGroup, int], Any] = {}
+        while not self._stop.wait(WATCH_S) and ray.is_initialized():
+            for group in list(self._groups):
+                for rank, actor in enumerate(group.actors):
+                    if (group, rank) not in asked:
+                        asked[group, rank] = actor.alive.remote()
+            answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=0) if asked else ([], [])
+            for (group, rank), ref in list(asked.items()):
+                if ref in answered:
+                    del asked[group, rank]
+                    failure = _failure_of(ref, group, rank)
+                    if failure is not None:
+                        _tell_all(group, failure)
+                        return
 
 
 def with_rank(context: Context, rank: int, devices: tuple[int, ...], cores: tuple[int, ...], host: str) -> Context:

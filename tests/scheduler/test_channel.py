@@ -1,0 +1,454 @@
+"""Channels: order, bounds, closing, errors, and that each item is delivered once whatever ends in between.
+
+The hub is real; consumers and producers are threads of this process or processes of their own. No Ray.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from probes import LARGE, consume, produce, wait_for_items
+
+from scheduler import channel as channels
+from scheduler import transport
+from scheduler.channel import Channel, ChannelClosed, ChannelHub, ChannelTimeout, fail_all
+from scheduler.transport import Arena, Location
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def hub() -> Iterator[ChannelHub]:
+    hub = ChannelHub()
+    yield hub
+    hub.close()
+
+
+def make(hub: ChannelHub, name: str = "c", capacity: int = 16, receivers: tuple[Location, ...] = ()) -> Channel:
+    return Channel(name, hub.local_address, hub.remote_address, "here", capacity, "env", "actor", receivers, 30.0)
+
+
+class Background:
+    """A call in a thread; `result` waits for what it returned or raised."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.outcome: Any = None
+        self.thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self.thread.start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self.outcome = work()
+        except BaseException as error:
+            self.outcome = error
+
+    @property
+    def waits(self) -> bool:
+        self.thread.join(0.3)
+        return self.thread.is_alive()
+
+    def result(self) -> Any:
+        self.thread.join(30)
+        assert not self.thread.is_alive(), "it hangs"
+        return self.outcome
+
+
+# ---------------------------------------------------------------------------------------------- order and bounds
+
+
+def test_items_come_out_in_the_order_they_went_in(hub: ChannelHub) -> None:
+    channel = make(hub)
+    for i in range(5):
+        channel.put({"i": i})
+    assert [channel.get()["i"] for _ in range(5)] == list(range(5))
+
+
+@pytest.mark.parametrize("key", [0, "env[0]", (0, "left"), b"\0", None, True])
+def test_each_key_has_a_queue_of_its_own(hub: ChannelHub, key: Any) -> None:
+    channel = make(hub)
+    channel.put("other", key="other")
+    channel.put("mine", key=key)
+    assert channel.size(key) == 1
+    assert channel.get(key=key) == "mine"
+    assert channel.size(key) == 0 and channel.size("other") == 1
+
+
+def test_a_key_that_cannot_be_one_is_refused_and_the_hub_goes_on(hub: ChannelHub) -> None:
+    channel = make(hub)
+    with pytest.raises(TypeError):
+        channel.put(1, key={"env": 0})
+    with pytest.raises(TypeError):
+        channel.get(key=np.int64(1))
+    channel.put(1)
+    assert channel.get() == 1
+
+
+def test_several_items_are_taken_at_once(hub: ChannelHub) -> None:
+    channel = make(hub)
+    for i in range(3):
+        channel.put(i)
+    assert channel.get(n=2) == [0, 1]
+    assert channel.get() == 2
+
+
+def test_taking_no_items_is_refused(hub: ChannelHub) -> None:
+    with pytest.raises(ValueError, match="cannot take 0 items from channel 'c'"):
+        make(hub).get(n=0)
+
+
+def test_more_items_than_the_capacity_can_be_taken_at_once(hub: ChannelHub) -> None:
+    channel = make(hub, capacity=2)
+    consumer = Background(lambda: channel.get(n=5))
+    for i in range(5):
+        channel.put(i, timeout=10)
+    assert consumer.result() == [0, 1, 2, 3, 4]
+
+
+def test_a_producer_waits_while_the_queue_is_full(hub: ChannelHub) -> None:
+    channel = make(hub, capacity=2)
+    channel.put(0)
+    channel.put(1)
+    producer = Background(lambda: channel.put(2))
+    assert producer.waits
+    assert channel.size() == 2
+    assert channel.get() == 0
+    assert producer.result() is None
+    assert channel.get(n=2) == [1, 2]
+
+
+def test_a_full_queue_of_one_key_does_not_hold_up_another(hub: ChannelHub) -> None:
+    channel = make(hub, capacity=1)
+    channel.put(0, key="full")
+    channel.put(1, key="free", timeout=10)
+    assert channel.get(key="free") == 1
+
+
+def test_waiting_costs_no_processor_time(hub: ChannelHub) -> None:
+    channel = make(hub, capacity=1)
+    channel.put(0)
+    waiting = [Background(lambda: channel.put(1)), Background(lambda: channel.get(key="empty"))]
+    time.sleep(0.2)
+    before = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - before < 0.5
+    channel.close()
+    assert all(isinstance(one.result(), ChannelClosed) for one in waiting)
+
+
+# ---------------------------------------------------------------------------------------------- time limits
+
+
+def test_a_get_that_takes_too_long_names_the_channel_and_its_producers(hub: ChannelHub) -> None:
+    with pytest.raises(ChannelTimeout, match=r"'c' \(key 3\) has been empty; it is filled by env: waited 0.1 s"):
+        make(hub).get(key=3, timeout=0.1)
+
+
+def test_a_put_that_takes_too_long_names_the_channel_and_its_consumers(hub: ChannelHub) -> None:
+    channel = make(hub, capacity=1)
+    channel.put(0)
+    with pytest.raises(ChannelTimeout, match="channel 'c' has been full; it is read by actor: waited 0.1 s"):
+        channel.put(1, timeout=0.1)
+
+
+def test_the_default_time_limit_is_the_channels(hub: ChannelHub) -> None:
+    channel = make(hub)
+    channel.timeout_s = 0.1
+    with pytest.raises(ChannelTimeout, match="waited 0.1 s"):
+        channel.get()
+
+
+def test_a_get_that_timed_out_takes_nothing_later(hub: ChannelHub) -> None:
+    channel = make(hub)
+    for timeout in (0.1, 0.0):
+        with pytest.raises(ChannelTimeout):
+            channel.get(timeout=timeout)
+    channel.put("kept")
+    assert channel.get() == "kept"
+
+
+def test_a_put_that_timed_out_delivers_nothing_later(hub: ChannelHub) -> None:
+    channel = make(hub, capacity=1)
+    channel.put("first")
+    with pytest.raises(ChannelTimeout):
+        channel.put("late", timeout=0.1)
+    assert channel.get() == "first"
+    with pytest.raises(ChannelTimeout):
+        channel.get(timeout=0.2)
+
+
+def test_a_put_that_timed_out_frees_its_shared_memory(
+    hub: ChannelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(tmp_path)
+    monkeypatch.setitem(transport._arenas, os.getpid(), arena)
+    channel = make(hub, capacity=1, receivers=(Location("here", -1),))
+    channel.put(0)
+    with pytest.raises(ChannelTimeout):
+        channel.put(np.zeros(LARGE), timeout=0.1)
+    assert [block.is_free() for block in arena.blocks] == [True]
+
+
+def test_no_item_is_lost_or_doubled_when_gets_time_out_all_the_time(hub: ChannelHub) -> None:
+    channel = make(hub)
+
+    def impatient() -> list[int]:
+        got: list[int] = []
+        while True:
+            try:
+                got.append(channel.get(timeout=0.001))
+            except ChannelTimeout:
+                continue
+            except ChannelClosed:
+                return got
+
+    consumers = [Background(impatient) for _ in range(3)]
+    for i in range(200):
+        channel.put(i)
+        time.sleep(0.001)
+    channel.close()
+    assert sorted(i for consumer in consumers for i in consumer.result()) == list(range(200))
+
+
+def test_an_interrupted_get_takes_nothing_later(hub: ChannelHub) -> None:
+    channel = make(hub)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            channel.get()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    time.sleep(0.2)  # until the hub has seen it go
+    channel.put("kept")
+    assert channel.get(timeout=5) == "kept"
+
+
+# ---------------------------------------------------------------------------------------------- many ends
+
+
+def test_processes_and_threads_get_each_item_once(hub: ChannelHub) -> None:
+    channel = make(hub, "items", capacity=3, receivers=(Location("here", -1),))
+    results = make(hub, "results")
+    processes = [
+        SPAWN.Process(target=produce, args=(channel, 0, 100)),
+        SPAWN.Process(target=consume, args=(channel, results)),
+    ]
+    for process in processes:
+        process.start()
+    consumers = [Background(lambda: consume(channel, results)) for _ in range(2)]
+    producers = [Background(lambda first=first: produce(channel, first, 100)) for first in (100, 200)]  # type: ignore[misc]
+    assert [producer.result() for producer in producers] == [None, None]
+    processes[0].join(60)
+    channel.close()
+    got = results.get(n=3)
+    assert [consumer.result() for consumer in consumers] == [None, None]
+    processes[1].join(60)
+    assert sorted(i for part in got for i in part) == list(range(300))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_consumer_killed_while_it_waits_takes_nothing(hub: ChannelHub, n: int) -> None:
+    channel = make(hub)
+    process = SPAWN.Process(target=wait_for_items, args=(channel, n))
+    process.start()
+    deadline = time.monotonic() + 60
+    while not hub._channels.get("c") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.join()
+    time.sleep(0.3)  # until the hub's socket has seen it go
+    for i in range(3):
+        channel.put(i)
+    assert channel.get(n=3, timeout=10) == [0, 1, 2]
+
+
+def test_a_forked_child_uses_channels_of_its_parent(hub: ChannelHub) -> None:
+    channel = make(hub)
+    channel.put("before")
+    child = os.fork()
+    if child == 0:
+        channel.put("from the child")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert channel.get(n=2, timeout=10) == ["before", "from the child"]
+
+
+# ---------------------------------------------------------------------------------------------- closing
+
+
+def test_iteration_ends_when_the_channel_is_closed_and_empty(hub: ChannelHub) -> None:
+    channel = make(hub)
+    for i in range(3):
+        channel.put(i)
+    channel.close()
+    assert list(channel) == [0, 1, 2]
+
+
+def test_a_closed_channel_takes_nothing(hub: ChannelHub) -> None:
+    channel = make(hub)
+    channel.close()
+    with pytest.raises(ChannelClosed, match="channel 'c' is closed"):
+        channel.put(1)
+
+
+def test_closing_releases_whoever_waits(hub: ChannelHub) -> None:
+    channel = make(hub, capacity=1)
+    channel.put(0)
+    waiting = [Background(lambda: channel.put(1)), Background(lambda: channel.get(key="empty"))]
+    assert all(one.waits for one in waiting)
+    channel.close()
+    assert all(isinstance(one.result(), ChannelClosed) for one in waiting)
+
+
+def test_closing_gives_a_consumer_of_several_what_there_is(hub: ChannelHub) -> None:
+    channel = make(hub)
+    consumer = Background(lambda: channel.get(n=3))
+    channel.put(0)
+    assert consumer.waits
+    channel.close()
+    assert consumer.result() == [0]
+
+
+def test_an_error_reaches_consumers_and_producers(hub: ChannelHub) -> None:
+    channel = make(hub, capacity=1)
+    waiting = [Background(lambda: channel.get(key="a")), Background(lambda: list(channel))]
+    assert all(one.waits for one in waiting)
+    channel.close(ValueError("no such object"))
+    for one in waiting:
+        assert isinstance(one.result(), ValueError) and str(one.result()) == "no such object"
+    with pytest.raises(ValueError, match="no such object"):
+        channel.put(1)
+    with pytest.raises(ValueError, match="no such object"):
+        channel.get(key="new")
+
+
+def test_an_error_overtakes_what_is_queued(hub: ChannelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(tmp_path)
+    monkeypatch.setitem(transport._arenas, os.getpid(), arena)
+    channel = make(hub, receivers=(Location("here", -1),))
+    channel.put(np.zeros(LARGE))
+    channel.close(ValueError("broken"))
+    with pytest.raises(ValueError, match="broken"):
+        channel.get()
+    assert arena.blocks[0].is_free()
+
+
+def test_an_error_after_a_normal_close_is_raised_for_what_it_dropped(hub: ChannelHub) -> None:
+    channel = make(hub)
+    channel.put(0)
+    channel.close()
+    channel.close(ValueError("broken"))
+    with pytest.raises(ValueError, match="broken"):
+        list(channel)
+
+
+def test_the_first_error_stays(hub: ChannelHub) -> None:
+    channel = make(hub)
+    channel.close(ValueError("first"))
+    channel.close(KeyError("second"))
+    with pytest.raises(ValueError, match="first"):
+        channel.get()
+
+
+def test_an_error_that_cannot_be_pickled_is_described(hub: ChannelHub) -> None:
+    error = ValueError("broken")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    channel = make(hub)
+    channel.close(error)
+    with pytest.raises(RuntimeError, match="ValueError: broken"):
+        channel.get()
+
+
+def test_an_error_drops_messages_whose_memory_has_gone(hub: ChannelHub, tmp_path: Path) -> None:
+    channel = make(hub, receivers=(Location("here", -1),))
+    arena = Arena(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(transport._arenas, os.getpid(), arena)
+        channel.put(np.zeros(LARGE))
+    arena.close()
+    channel.close(ValueError("broken"))
+    with pytest.raises(ValueError, match="broken"):
+        channel.get()
+
+
+def test_failing_all_closes_every_channel_there_is(hub: ChannelHub) -> None:
+    waiting = [Background(lambda name=name: make(hub, name).get()) for name in ("a", "b")]  # type: ignore[misc]
+    assert all(one.waits for one in waiting)
+    fail_all(hub.local_address, ValueError("gone"))
+    assert all(isinstance(one.result(), ValueError) for one in waiting)
+    make(hub, "new").put(1)
+
+
+def test_failing_all_for_good_closes_channels_not_used_before(hub: ChannelHub) -> None:
+    fail_all(hub.local_address, ValueError("gone"), for_good=True)
+    with pytest.raises(ValueError, match="gone"):
+        make(hub, "new").get()
+
+
+def test_closing_the_hub_releases_whoever_waits() -> None:
+    hub = ChannelHub()
+    directory = Path(hub._directory.name)
+    waiting = Background(lambda: make(hub).get())
+    assert waiting.waits
+    hub.close()
+    hub.close()
+    assert isinstance(waiting.result(), ChannelClosed)
+    assert not directory.exists()
+
+
+def test_without_a_hub_a_wait_ends_and_says_so(hub: ChannelHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "HUB_S", 0.2)
+    channel = Channel("c", f"ipc://{hub._directory.name}/nobody", None, "here", timeout_s=0.2)
+    with pytest.raises(ChannelTimeout, match="the channel hub did not answer"):
+        channel.get()
+
+
+# ---------------------------------------------------------------------------------------------- ways
+
+
+def test_an_item_for_this_process_is_passed_by_reference(hub: ChannelHub) -> None:
+    channel = make(hub, receivers=(Location.here("here"),))
+    item = [object()]
+    channel.put(item)
+    assert channel.get() is item
+
+
+def test_ends_on_different_hosts_meet_over_tcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(tmp_path)
+    monkeypatch.setitem(transport._arenas, os.getpid(), arena)
+    monkeypatch.setattr(channels, "_this_host", "elsewhere")
+    hub = ChannelHub("127.0.0.1")
+    try:
+        nowhere = f"ipc://{hub._directory.name}/nobody"
+        channel = Channel("c", nowhere, hub.remote_address, "here", receivers=(Location("here", -1),), timeout_s=30)
+        sent = np.arange(LARGE * 50)
+        channel.put({"array": sent})
+        got = channel.get()["array"]
+        np.testing.assert_array_equal(got, sent)
+        assert got.flags.writeable
+        assert not arena.blocks
+    finally:
+        monkeypatch.undo()
+        hub.close()
+
+
+def test_ends_on_a_host_of_their_own_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(tmp_path)
+    monkeypatch.setitem(transport._arenas, os.getpid(), arena)
+    monkeypatch.setattr(channels, "_this_host", "elsewhere")
+    hub = ChannelHub("127.0.0.1")
+    try:
+        channel = Channel("c", "ipc://", hub.remote_address, "here", receivers=(Location("elsewhere", -1),))
+        channel.put(np.arange(LARGE))
+        np.testing.assert_array_equal(channel.get(timeout=10), np.arange(LARGE))
+        assert len(arena.blocks) == 1
+    finally:
+        monkeypatch.undo()
+        hub.close()
