@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import struct
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,9 @@ class ProcessHandle:
         self._verdict: str | None = None
         theirs.close()
         self.connection = Connection(ours.detach())
+        self._poller = select.poll()
+        self._poller.register(self.connection.fileno(), select.POLLIN)
+        self._poller.register(self.popen.stderr.fileno(), select.POLLIN)
 
     def send(self, *command: Any) -> None:
         try:
@@ -66,12 +71,14 @@ class ProcessHandle:
         queue = self.answers.setdefault(key, deque())
         deadline = time.monotonic() + timeout
         while not queue:
-            self._listen()
+            ready = [descriptor for descriptor, _ in self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000)]
             try:
-                if self.connection.poll(max(0.0, min(1.0, deadline - time.monotonic()))):
+                if self.connection.fileno() in ready:
                     answered, ok, payload = self.connection.recv()
                     self.answers.setdefault(answered, deque()).append((ok, payload))
-                elif time.monotonic() >= deadline:
+                elif ready:
+                    self._listen()
+                if not queue and time.monotonic() >= deadline:
                     self.popen.kill()
                     raise ProcessLost(f"did not answer for {timeout:g} s and was killed")
             except (EOFError, OSError):
@@ -92,7 +99,11 @@ class ProcessHandle:
     def _listen(self) -> None:
         """Take in what it said on stderr, so that it never waits for room there."""
         assert self.popen.stderr is not None
-        self._said = (self._said + (self.popen.stderr.read() or b""))[-STDERR_KEPT:]
+        heard = self.popen.stderr.read()  # None: nothing now; empty: closed
+        if heard == b"":
+            with suppress(KeyError):
+                self._poller.unregister(self.popen.stderr.fileno())
+        self._said = (self._said + (heard or b""))[-STDERR_KEPT:]
 
     def _how_it_died(self) -> str:
         try:

@@ -299,6 +299,19 @@ def test_batch_goes_on_where_it_was_after_its_memory_was_freed() -> None:
     untouched.close()
 
 
+def test_resets_look_at_the_envs_once_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task may count something each time it is looked at."""
+    batch = ManiSkillBatch(VectorArgs(maniskill(), [4]), "physx_cpu")
+    looks: list[int] = []
+    monkeypatch.setattr(batch.simulation._env, "evaluate", lambda: looks.append(1) or {})
+    batch.simulation.reset(0, 1)
+    batch.simulation.reset(0, 2)
+    assert not looks
+    batch.reset()
+    assert len(looks) == 1
+    batch.close()
+
+
 def test_batch_restored_begins_the_next_episode_of_each_env() -> None:
     args = VectorArgs(maniskill(), [4], seed=1)
     batch, fresh = ManiSkillBatch(args, "physx_cpu"), ManiSkillBatch(args, "physx_cpu")
