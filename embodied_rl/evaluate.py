@@ -89,11 +89,12 @@ def describe(record: dict[str, Any]) -> str:
 def record_videos(
     team: Any, episodes: Sequence[Episode], count: int, run_dir: Path, tracker: Tracker, step: int
 ) -> tuple[list[Path], str]:
-    """Write videos of episodes, failures first; returns their paths, and why there are none if so."""
+    """Write videos of episodes, failures (or low returns) first; returns their paths, and why there are none if so."""
     from embodied_rl.video import write_mp4
     from scheduler.worker import WorkerFailed
 
-    chosen = sorted(episodes, key=lambda episode: (episode.success_once, episode.seed))
+    has_success = team.spec.has_success
+    chosen = sorted(episodes, key=lambda e: (e.success_once, e.seed) if has_success else (e.episode_return, e.seed))
     if len(chosen) > count > 1 and not chosen[count - 1].success_once:
         chosen = [*chosen[: count - 1], chosen[-1]]  # a success too, where there is one
     chosen = chosen[:count]
@@ -102,10 +103,11 @@ def record_videos(
     try:
         films = team.render(chosen)
     except (WorkerFailed, EnvError) as error:
-        return [], str(error).split("\n")[0]
+        return [], str(error).strip().split("\n")[-1]  # the last line of a traceback is its message
     paths = []
     for episode, film in zip(chosen, films, strict=True):
         outcome = "success" if episode.success_once else "failure"
+        outcome = outcome if has_success else f"return_{episode.episode_return:.0f}"
         path = run_dir / "videos" / f"seed_{episode.seed}_{outcome}.mp4"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_mp4(path, film, VIDEO_FPS)
