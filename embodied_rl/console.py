@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,21 @@ def reported(resume_command: str | None) -> Iterator[None]:
         print(f"\n{error}", file=sys.stderr)
         if isinstance(error, WorkerFailed):
             print(f"\nThe run ended because {error.worker} {error.summary}.", file=sys.stderr)
-        if resume_command:
-            print(f"Resume with: {resume_command}", file=sys.stderr)
-        sys.stderr.flush()
+        _advise(resume_command)
+    except KeyboardInterrupt:
+        _advise(resume_command)
+        raise
+
+
+def interrupt_on_termination() -> None:
+    """Let SIGTERM (a job's time limit, `timeout`) end the run like Ctrl-C. To be called after Ray has started."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def _advise(resume_command: str | None) -> None:
+    if resume_command:
+        print(f"Resume with: {resume_command}", file=sys.stderr, flush=True)

@@ -17,7 +17,8 @@ from envs.base import EnvError, Episode, evaluation_seed
 
 VALIDATION_SEED = 0  # evaluations during training
 TEST_SEED = 1_000_000  # the final evaluation: seeds that no decision of the run has seen
-VIDEO_FPS = 10
+VIDEO_FPS = 10  # where the env does not say how fast its time runs
+HOLD_S = 1.5  # how long a video stays on its last frame
 
 
 def evaluation_metrics(episodes: Sequence[Episode], has_success: bool, prefix: str = "eval") -> dict[str, float]:
@@ -58,16 +59,7 @@ def write_record(
                 name: _version(name) for name in ("embodied-rl", "mani_skill", "sapien", "gymnasium", "torch")
             },
         },
-        "episodes": [
-            {
-                "seed": episode.seed,
-                "success_once": episode.success_once,
-                "success_at_end": episode.success_at_end,
-                "return": episode.episode_return,
-                "length": episode.length,
-            }
-            for episode in episodes
-        ],
+        "episodes": [_episode_record(episode, has_success) for episode in episodes],
     }
     for key, value in evaluation_metrics(episodes, has_success, "").items():
         record[key.removeprefix("/")] = value
@@ -75,6 +67,11 @@ def write_record(
     temporary.write_text(json.dumps(record, indent=1))
     os.replace(temporary, run_dir / "evaluation.json")
     return record
+
+
+def _episode_record(episode: Episode, has_success: bool) -> dict[str, Any]:
+    success = {"success_once": episode.success_once, "success_at_end": episode.success_at_end} if has_success else {}
+    return {"seed": episode.seed, **success, "return": episode.episode_return, "length": episode.length}
 
 
 def describe(record: dict[str, Any]) -> str:
@@ -110,7 +107,8 @@ def record_videos(
         outcome = outcome if has_success else f"return_{episode.episode_return:.0f}"
         path = run_dir / "videos" / f"seed_{episode.seed}_{outcome}.mp4"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_mp4(path, film, VIDEO_FPS)
+        fps = team.config.env.control_freq or VIDEO_FPS
+        write_mp4(path, [*film, *[film[-1]] * round(HOLD_S * fps)], fps)
         tracker.video(step, f"videos/{outcome}_{episode.seed}", path)
         paths.append(path)
     return paths, ""

@@ -94,8 +94,8 @@ class Run:
 
     @property
     def success_count(self) -> tuple[int, int] | None:
-        """Successes and episodes of the final evaluation."""
-        if self.episodes:
+        """Successes and episodes of the final evaluation; None for an env that knows no success."""
+        if any("success_once" in episode for episode in self.episodes):
             return sum(bool(episode.get("success_once")) for episode in self.episodes), len(self.episodes)
         evaluation = self.evaluation or {}
         if finite(evaluation.get("success_once")) and finite(evaluation.get("n")) and evaluation["n"] > 0:

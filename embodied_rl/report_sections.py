@@ -55,7 +55,7 @@ def header(run: Run) -> str:
 
 def tiles(run: Run) -> str:
     """The headline numbers."""
-    boxes = [_success_tile(run)]
+    boxes = [_headline_tile(run)]
     if finite(run.last.get("env_steps")):
         boxes.append(("Env steps", f"{run.last['env_steps']:,.0f}", _iterations(len(run.metrics))))
     wall = run.wall_s
@@ -173,7 +173,7 @@ def evaluation(run: Run) -> str:
     drawn = f'<div class="card">{head}<div class="strip">{strip}</div>{legend}</div>'
     setting = _setting_table(run.evaluation.get("fingerprint"))
     return (
-        f'<div class="two"><div class="card">{_pairs(rows)}</div>{drawn if episodes else ""}</div>'
+        f'<div class="two"><div class="card">{_pairs(rows)}</div>{drawn if counted and episodes else ""}</div>'
         f"{_episode_table(episodes)}{setting}"
     )
 
@@ -255,13 +255,16 @@ def _iterations(count: int) -> str:
     return f"{count:,} iteration{'' if count == 1 else 's'}"
 
 
-def _success_tile(run: Run) -> tuple[str, str, str]:
+def _headline_tile(run: Run) -> tuple[str, str, str]:
     counted = run.success_count
     if counted:
         low, high = wilson_interval(*counted)
         interval = f"95\u202f%\u00a0interval {low:.0%}\u00a0to\u00a0{high:.0%}"
         more = f"{counted[0]} of {counted[1]} episodes, {interval}"
         return "Final success", _percent(counted[0] / counted[1]), more
+    returns = [episode["return"] for episode in run.episodes if finite(episode.get("return"))]
+    if returns:
+        return "Final return", number(sum(returns) / len(returns)), f"mean of {len(returns)} episodes"
     for key, name in (
         ("eval/success_once", "last evaluation in training"),
         ("rollout/success_once", "training episodes"),

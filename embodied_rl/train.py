@@ -14,7 +14,7 @@ import yaml
 
 from embodied_rl.checkpoint import best_checkpoint, latest_checkpoint, mark_best
 from embodied_rl.config import Config
-from embodied_rl.console import reported
+from embodied_rl.console import interrupt_on_termination, reported
 from embodied_rl.data import RolloutReport
 from embodied_rl.evaluate import (
     TEST_SEED,
@@ -79,6 +79,7 @@ def train(config: Config, run_dir: Path, resume: bool, command: str) -> int:
             config.cluster.timeout_s,
             str(log_file.absolute()),
         ) as cluster:
+            interrupt_on_termination()
             training = Training(config, run_dir, tracker, Team(config, cluster))
             try:
                 if checkpoint:
@@ -190,7 +191,13 @@ class Training:
         metrics = evaluation_metrics(episodes, self.team.spec.has_success)
         aim = self.config.train.stop_at_success
         self.reached = aim is not None and metrics.get("eval/success_once", 0.0) >= aim
-        score = metrics["eval/success_once" if self.team.spec.has_success else "eval/return"]
+        key = "eval/success_once" if self.team.spec.has_success else "eval/return"
+        score = metrics[key]
+        print(
+            f"check after iteration {self.iteration}: {key} {score:.3f} on {len(episodes)} held-out seeds", flush=True
+        )
+        if self.reached:
+            print(f"stopping: that is at least {aim:g}", flush=True)
         if self.best is None or score >= self.best[0]:
             self.best = (score, self.iteration)
         return metrics
@@ -233,6 +240,7 @@ class Training:
         elif self.best[1] != self.iteration:
             self.team.load_policy(best)
             self.results.append(f"best check during training: {self.best[0]:.3f}, after iteration {self.best[1]}")
+        print(f"evaluating {settings.final_episodes} episodes on seeds that training never used", flush=True)
         episodes = self.team.evaluate(settings.final_episodes, TEST_SEED, settings.deterministic)
         record = write_record(
             self.run_dir,
@@ -244,7 +252,6 @@ class Training:
             checkpoint.name if checkpoint else "",
         )
         self.results.append(describe(record))
-        print(self.results[-1], flush=True)
         shown = {f"final/{key}": value for key, value in record.items() if isinstance(value, int | float)}
         self.tracker.summary(shown)
         rows = [list(episode.values()) for episode in record["episodes"]]

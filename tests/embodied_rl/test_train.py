@@ -185,6 +185,30 @@ def test_a_killed_env_process_is_replaced_and_the_run_goes_on(tmp_path: Path) ->
     assert "was killed by SIGKILL" in (run / "log.txt").read_text()
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_run_says_how_to_go_on_and_leaves_no_process(sent: signal.Signals, tmp_path: Path) -> None:
+    process = start(tmp_path, "train.iterations=200")
+    run = tmp_path / "cartpole_ppo"
+    wait_for_lines(run, 2, process)
+    children = [pid for name, pid in json.loads((run / "processes.json").read_text()).items() if name != "driver"]
+    process.send_signal(sent)
+    output = finish(process, timeout=60)
+    assert process.returncode == 130, output
+    assert "Resume with: " in output and "Traceback" not in output
+    deadline = time.monotonic() + 20
+    while alive := [pid for pid in children if Path(f"/proc/{pid}/cmdline").exists() and command_of(pid)]:
+        assert time.monotonic() < deadline, f"left behind: {alive}"
+        time.sleep(0.1)
+
+
+def command_of(pid: int) -> bytes:
+    """Empty for a process that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 @pytest.mark.parametrize("worker", ["rollout[0]", "actor[0]", "env[0]"])
 def test_a_killed_worker_ends_the_run_with_its_name_and_a_resume_command(worker: str, tmp_path: Path) -> None:
     process = start(tmp_path, "train.iterations=200")
