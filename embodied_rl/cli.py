@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from embodied_rl.faults import Fault
 
 app = typer.Typer(
-    help="Train vision-language-action policies by reinforcement learning in robot simulators.",
+    help="Train robot policies by reinforcement learning in simulators.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

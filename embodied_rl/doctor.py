@@ -125,7 +125,7 @@ def simulator_problem(name: str) -> str | None:
         return None
     return (
         f"{simulator.title} is not installed (no package {', '.join(missing)}); "
-        f"run: pip install 'embodied-rl[{simulator.extra}]'"
+        f"run: pip install -e '.[{simulator.extra}]'"
     )
 
 
@@ -191,7 +191,7 @@ class VulkanProbe:
     @property
     def fix(self) -> str:
         if not self.sapien_found:
-            return "pip install 'embodied-rl[maniskill]'"
+            return "pip install -e '.[maniskill]'"
         return NVIDIA_FIX if self.nvidia else VULKAN_FIX
 
 
@@ -431,7 +431,7 @@ def _check_simulators() -> list[Check]:
             checks.append(Check(simulator.title, True, version or "installed"))
         else:
             ok = False if none_there and name == "maniskill" else None
-            fix = f"pip install 'embodied-rl[{simulator.extra}]'"
+            fix = f"pip install -e '.[{simulator.extra}]'"
             checks.append(Check(simulator.title, ok, "not installed; for its tasks", fix))
     return checks
 

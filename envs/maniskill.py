@@ -215,7 +215,7 @@ def _make(settings: EnvSettings, num_envs: int, backend: str) -> tuple[Any, bool
     try:
         import mani_skill.envs  # noqa: F401  (registers the envs)
     except ImportError as error:
-        raise EnvError(f"ManiSkill cannot be imported ({error}); pip install 'embodied-rl[maniskill]'") from None
+        raise EnvError(f"ManiSkill cannot be imported ({error}); pip install -e '.[maniskill]'") from None
     simulator = settings.simulator
     options: dict[str, Any] = {"num_envs": num_envs, "sim_backend": backend}
     modes: dict[tuple[str, ...], str] = {("state",): "state", ("image",): "rgb"}

@@ -143,7 +143,7 @@ def test_a_name_that_is_taken_is_not_overwritten(started: list[dict[str, Any]]) 
 def test_a_missing_simulator_is_answered_with_the_command_before_anything_is_imported() -> None:
     code, _, err = run_process("train", before="import sys; sys.modules['mani_skill'] = None;")
     assert code == 2
-    assert "pip install 'embodied-rl[maniskill]'" in err
+    assert "pip install -e '.[maniskill]'" in err
 
 
 def test_images_without_a_vulkan_device_point_to_the_doctor() -> None:

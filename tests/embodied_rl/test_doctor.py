@@ -98,7 +98,7 @@ def test_only_devices_marked_as_supported_are_usable() -> None:
 @pytest.mark.parametrize(
     ("probe", "fault", "fix"),
     [
-        (VulkanProbe(sapien_found=False), "SAPIEN is not installed", "pip install 'embodied-rl[maniskill]'"),
+        (VulkanProbe(sapien_found=False), "SAPIEN is not installed", "pip install -e '.[maniskill]'"),
         (VulkanProbe(loader_found=False, nvidia=False), "no Vulkan loader", "libvulkan1"),
         (VulkanProbe(error="none found", nvidia=False), "no Vulkan driver found (none found)", "setup.sh"),
         (VulkanProbe(error="none found", nvidia=True), "no Vulkan driver", "NVIDIA_DRIVER_CAPABILITIES=all"),
@@ -127,7 +127,7 @@ def test_probe_with_a_usable_device_has_no_fault() -> None:
 def test_simulator_problem_gives_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_is_installed", lambda module: module != "mani_skill")
     assert "no package mani_skill)" in (doctor.simulator_problem("maniskill") or "")
-    assert "pip install 'embodied-rl[maniskill]'" in (doctor.simulator_problem("maniskill") or "")
+    assert "pip install -e '.[maniskill]'" in (doctor.simulator_problem("maniskill") or "")
     assert doctor.simulator_problem("libero") is None
 
 

@@ -74,7 +74,7 @@ def test_a_missing_simulator_is_answered_with_the_command(run_dir: Path, monkeyp
     faults = check(config("env.id=Nonsense-v1"), run_dir)
     assert set(faults) == {"env.kind"}, "without the simulator nothing is known of its envs"
     assert "ManiSkill is not installed" in faults["env.kind"].problem
-    assert faults["env.kind"].hint == "run: pip install 'embodied-rl[maniskill]'"
+    assert faults["env.kind"].hint == "run: pip install -e '.[maniskill]'"
 
 
 def test_a_module_that_a_gymnasium_env_needs_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
