@@ -134,10 +134,13 @@ def report(
 
         if not (run / "metrics.jsonl").is_file():
             _refuse([_not_a_run(run, "has no metrics.jsonl")], "the report")
-        typer.echo(write_report(run))
-        if curve is not None:
-            write_curve(run, curve)
-            typer.echo(curve)
+        try:
+            typer.echo(write_report(run))
+            if curve is not None:
+                write_curve(run, curve)
+                typer.echo(curve)
+        except ValueError as error:
+            _refuse([_not_a_run(run, str(error))], "the report")
 
 
 @app.command()

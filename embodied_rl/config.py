@@ -11,13 +11,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=1_000_000_000)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 RunName = Annotated[
     str,
     Field(
         pattern=r"^\w[\w.+-]*$",
+        max_length=100,
         json_schema_extra={"expected": "one directory name of letters, digits and . _ + -, without path separators"},
     ),
 ]
@@ -34,7 +35,7 @@ class EnvConfig(Section):
 
     kind: Literal["maniskill", "gymnasium"] = "maniskill"
     id: str = "PushCube-v1"
-    num_envs: Positive = 8
+    num_envs: Annotated[int, Field(ge=1, le=1_000_000)] = 8
     processes: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
         description="env processes on a CPU; default: one for each CPU slot of the env placement",
@@ -73,8 +74,10 @@ class EnvConfig(Section):
 
 class PolicyConfig(Section):
     kind: Literal["mlp"] = "mlp"
-    hidden: tuple[Positive, ...] = (128, 128)
-    chunk: Positive = Field(default=1, description="consecutive actions from one policy call")
+    hidden: tuple[Annotated[int, Field(ge=1, le=65536)], ...] = (128, 128)
+    chunk: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=1, description="consecutive actions from one policy call"
+    )
     log_std: Annotated[float, Field(ge=-5, le=2)] = Field(
         default=-0.5, description="initial log standard deviation of actions"
     )
@@ -83,10 +86,12 @@ class PolicyConfig(Section):
 
 
 class RolloutConfig(Section):
-    steps: Positive = Field(
+    steps: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
         default=36, description="env steps of each env in one iteration; chunk steps times chunk length"
     )
-    pipeline_stages: Positive = Field(default=2, description="groups of envs: one steps while another is inferred")
+    pipeline_stages: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=2, description="groups of envs: one steps while another is inferred"
+    )
 
 
 class AlgorithmConfig(Section):
@@ -116,7 +121,9 @@ class AlgorithmConfig(Section):
     )
     max_grad_norm: Annotated[float, Field(gt=0)] = 0.5
     normalise_advantage: Literal["minibatch", "batch", "none"] = "minibatch"
-    group_size: Positive = Field(default=8, description="GRPO: episodes from one initial state")
+    group_size: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=8, description="GRPO: episodes from one initial state"
+    )
     group_advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"] = "grpo"
     group_score: Literal["success", "return"] = Field(
         default="return", description="GRPO: what is compared inside a group"
@@ -154,7 +161,7 @@ class TrackingConfig(Section):
 
 class ClusterConfig(Section):
     address: str | None = Field(default=None, description="Ray cluster to join; default: this machine")
-    cpu_slots: Positive | None = Field(
+    cpu_slots: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         default=None, description="CPU slots that count as devices; default: usable cores"
     )
     timeout_s: Annotated[float, Field(gt=0)] = Field(default=600.0, description="longest wait for a worker in one call")

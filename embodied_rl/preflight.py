@@ -12,11 +12,12 @@ from pathlib import Path
 
 from embodied_rl.checkpoint import latest_checkpoint, read_manifest
 from embodied_rl.config import Config
-from embodied_rl.consistency import episode_fault, visible_devices
+from embodied_rl.consistency import GROUPS, episode_fault, visible_devices
 from embodied_rl.faults import Fault, any_of, show
 from embodied_rl.runs import runs_in
 from embodied_rl.schema import all_keys, flat
 from envs.catalog import download_command, gymnasium_envs, maniskill_envs, missing_assets
+from scheduler.placement import parse_placement
 
 # What a resumed run may change: how long, how watched and where it runs, not what is learned from what.
 MAY_CHANGE = (
@@ -164,6 +165,28 @@ def _unwritable(run_dir: Path) -> Fault | None:
             folder.rmdir()
 
 
+def _rank_faults(config: Config, old_placement: str, checkpoint: Path, hint: str) -> list[Fault]:
+    """A checkpoint holds the state of each env and actor worker, so their number stays."""
+    devices = visible_devices(config)
+    if devices is None:
+        return []
+    try:
+        old, new = (parse_placement(text, devices[0], GROUPS, devices[1]) for text in (old_placement, config.placement))
+    except ValueError:  # this machine has other devices than the old one, or the placement is a fault of its own
+        return []
+    return [
+        Fault(
+            "placement",
+            config.placement,
+            f"gives {len(new[group].ranks)} {group} workers, and {checkpoint.name} holds the state of "
+            f"{len(old[group].ranks)}",
+            hint,
+        )
+        for group in ("env", "actor")
+        if len(old[group].ranks) != len(new[group].ranks)
+    ]
+
+
 def _resume_faults(config: Config, run_dir: Path, defaulted: Collection[str]) -> list[Fault]:
     checkpoint, skipped = latest_checkpoint(run_dir)
     if checkpoint is None:
@@ -177,10 +200,13 @@ def _resume_faults(config: Config, run_dir: Path, defaulted: Collection[str]) ->
         wrong = "; ".join(warning.removeprefix("skipped ") for warning in skipped)
         return [Fault("--resume", None, f"no usable checkpoint: {wrong}", candidates)]
     defaults = {name: key.default for name, key in all_keys().items()}
-    old = defaults | flat(read_manifest(checkpoint).config)
+    try:
+        old = defaults | flat(read_manifest(checkpoint).config)
+    except AttributeError:
+        return [Fault("--resume", str(checkpoint), "the configuration in its manifest.json is damaged", "")]
     new = flat(config.model_dump(mode="json"))
     hint = f"to go on as it was: embodied-rl train {run_dir} --resume"
-    faults = []
+    faults = _rank_faults(config, str(old.get("placement")), checkpoint, hint)
     for key in dict.fromkeys((*new, *old)):
         if key.startswith(MAY_CHANGE) or key in defaulted or old.get(key) == new.get(key):
             continue

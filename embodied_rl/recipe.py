@@ -123,7 +123,10 @@ def _parse_yaml(text: str, faults: list[Fault], prefix: str = "") -> Any:
     if node is None:
         return None
     faults.extend(_repeated_keys(node, prefix))
-    return loader.construct_document(node)
+    try:
+        return loader.construct_document(node)
+    except ValueError as error:  # a date that does not exist, say
+        raise yaml.YAMLError(str(error)) from None
 
 
 def _repeated_keys(node: yaml.Node, prefix: str) -> Iterator[Fault]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -28,6 +30,7 @@ from embodied_rl.progress import TrainProgress, duration
 from embodied_rl.report import write_report
 from embodied_rl.team import Team
 from embodied_rl.tracking import Tracker
+from envs.base import EnvError
 from scheduler.cluster import Cluster
 from scheduler.trace import Event, busy_seconds, write_chrome_trace
 
@@ -44,6 +47,10 @@ def train(config: Config, run_dir: Path, resume: bool, command: str) -> int:
         command: what the user typed, for the report and the advice to resume.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
+    lock = _lock(run_dir)
+    if lock is None:
+        print(f"{run_dir} is in use by another run; wait for it, or choose another name=...", file=sys.stderr)
+        return 2
     checkpoint = None
     if resume:
         checkpoint, warnings = latest_checkpoint(run_dir)
@@ -98,6 +105,8 @@ class Training:
 
     def __init__(self, config: Config, run_dir: Path, tracker: Tracker, team: Team) -> None:
         self.config, self.run_dir, self.tracker, self.team = config, run_dir.absolute(), tracker, team
+        if not team.spec.has_success:
+            _refuse_success_settings(config)
         self.iteration = 0
         self.env_steps = 0
         self.episodes = 0
@@ -113,8 +122,7 @@ class Training:
 
     def run(self) -> None:
         """Train to the end of the budget or the success aimed at, then evaluate."""
-        processes = {"driver": os.getpid(), **self.team.process_ids()}
-        (self.run_dir / "processes.json").write_text(json.dumps(processes, indent=1))
+        self._write_processes()
         self.team.sync_weights()
         total = self.config.train.iterations
         with TrainProgress(total, start_iteration=self.iteration) as progress:
@@ -125,6 +133,10 @@ class Training:
         self.results.append(f"trained {self.env_steps:,} env steps in {duration(seconds)}, {self.iteration} iterations")
         self._evaluate_finally()
         self.team.close()
+
+    def _write_processes(self) -> None:
+        processes = {"driver": os.getpid(), **self.team.process_ids()}
+        (self.run_dir / "processes.json").write_text(json.dumps(processes, indent=1))
 
     def _iterate(self) -> dict[str, float]:
         start = time.monotonic()
@@ -157,6 +169,7 @@ class Training:
         }
         if report.replaced_processes > self.replaced:
             self.replaced = report.replaced_processes
+            self._write_processes()
             processes = "1 env process" if self.replaced == 1 else f"{self.replaced} env processes"
             lost = f"{report.lost_episodes} lost episodes were restarted"
             print(f"replaced {processes} so far; {lost} (see {self.run_dir / 'log.txt'})", flush=True)
@@ -266,6 +279,28 @@ class Training:
     def write_trace(self) -> None:
         """Write the timeline of the newest iterations."""
         write_chrome_trace(self.events, self.run_dir / "trace.json")
+
+
+def _refuse_success_settings(config: Config) -> None:
+    """An env without a success test cannot serve settings that need one. Raises EnvError."""
+    algorithm = config.algorithm
+    needs = {
+        "train.stop_at_success": config.train.stop_at_success is not None,
+        "algorithm.group_score=success": algorithm.name == "grpo" and algorithm.group_score == "success",
+        "algorithm.filter_low and filter_high": (algorithm.filter_low, algorithm.filter_high) != (None, None),
+    }
+    if wrong := [key for key, is_set in needs.items() if is_set]:
+        raise EnvError(f"{config.env.id} has no success test, which {' and '.join(wrong)} need; leave that out")
+
+
+def _lock(run_dir: Path) -> Any:
+    """Claim a run directory for this process's life; None if another run holds it."""
+    lock = (run_dir / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    return lock
 
 
 def _print_results(run_dir: Path, tracker: Tracker, training: Training) -> None:

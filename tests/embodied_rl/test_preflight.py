@@ -175,6 +175,15 @@ def test_a_resumed_run_keeps_network_env_and_algorithm(run_dir: Path) -> None:
     assert faults["env.id"].hint == f"to go on as it was: embodied-rl train {run_dir} --resume"
 
 
+def test_a_resumed_run_keeps_the_number_of_workers_whose_state_is_stored(run_dir: Path) -> None:
+    slots = "cluster.cpu_slots=2"
+    save(run_dir, config(slots))
+    changed = config(slots, "placement=actor: all/1; rollout: 0; env: all")
+    problem = check(changed, run_dir, resume=True)["placement"].problem
+    assert problem == "gives 2 actor workers, and step_000010 holds the state of 1"
+    assert check(config(slots, "placement=actor: 0; rollout: all/1; env: 1"), run_dir, resume=True) == {}
+
+
 def test_a_resumed_run_may_go_on_longer_and_elsewhere(run_dir: Path) -> None:
     save(run_dir, config())
     changed = config(

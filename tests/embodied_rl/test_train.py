@@ -172,6 +172,22 @@ def test_two_ranks_of_every_group_complete_a_run(tmp_path: Path) -> None:
     assert lines(run)[-1]["env_steps"] == 6 * 4 * 16
 
 
+def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
+    first = start(tmp_path, "train.iterations=200")
+    wait_for_lines(tmp_path / "cartpole_ppo", 1, first)
+    second = start(tmp_path, "--resume")
+    assert "is in use by another run" in finish(second)
+    assert second.returncode == 2
+    first.send_signal(signal.SIGINT)
+    finish(first)
+
+
+def test_settings_that_need_a_success_test_are_refused_for_an_env_without_one(tmp_path: Path) -> None:
+    process = start(tmp_path, "train.stop_at_success=0.9")
+    assert "CartPole-v1 has no success test, which train.stop_at_success need" in finish(process)
+    assert process.returncode == 1
+
+
 def test_a_killed_env_process_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
     process = start(tmp_path, "train.iterations=30")
     run = tmp_path / "cartpole_ppo"
