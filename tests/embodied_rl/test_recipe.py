@@ -91,13 +91,13 @@ def test_an_unknown_key_in_a_recipe_is_found_too(recipe_file: Callable[[str], st
 @pytest.mark.parametrize(
     ("override", "expected", "hint"),
     [
-        ("env.num_envs=many", "a text; expected an integer >= 1", ""),
-        ("env.num_envs='8'", "a text; expected an integer >= 1", ""),
-        ("env.num_envs=8.0", "a decimal number; expected an integer >= 1", "nearest valid: 8"),
-        ("env.num_envs=null", "null; expected an integer >= 1", ""),
+        ("env.num_envs=many", "a text; expected an integer >= 1 and <= 1000000", ""),
+        ("env.num_envs='8'", "a text; expected an integer >= 1 and <= 1000000", ""),
+        ("env.num_envs=8.0", "a decimal number; expected an integer >= 1 and <= 1000000", "nearest valid: 8"),
+        ("env.num_envs=null", "null; expected an integer >= 1 and <= 1000000", ""),
         ("seed=true", "true or false; expected an integer >= 0 and < 2147483648", ""),
         ("env.ignore_terminations=1", "an integer; expected true or false", "nearest valid: true"),
-        ("policy.hidden=128", "an integer; expected a list, each an integer >= 1", "nearest valid: [128]"),
+        ("policy.hidden=128", "an integer; expected a list, each an integer >= 1 and <= 65536", "nearest valid: [128]"),
         ("env.horizon=long", "a text; expected an integer >= 1 or null", ""),
     ],
 )
@@ -110,14 +110,14 @@ def test_a_wrong_type_is_answered_with_what_was_given_and_expected(override: str
 @pytest.mark.parametrize(
     ("override", "expected", "hint"),
     [
-        ("env.num_envs=0", "expected an integer >= 1", "nearest valid: 1"),
+        ("env.num_envs=0", "expected an integer >= 1 and <= 1000000", "nearest valid: 1"),
         ("algorithm.gamma=1.5", "expected a number >= 0 and <= 1", "nearest valid: 1"),
         ("env.image_size=2000", "expected an integer >= 16 and <= 1024", "nearest valid: 1024"),
         ("algorithm.lr=0", "expected a number > 0", ""),
         ("algorithm.lr=.inf", "expected a number > 0", ""),
         ("algorithm.lr=.nan", "expected a number > 0", ""),
         ("algorithm.name=gpro", "expected one of ppo, grpo", "nearest valid: grpo"),
-        ("policy.hidden=[64, 0]", "expected a list, each an integer >= 1", ""),
+        ("policy.hidden=[64, 0]", "expected a list, each an integer >= 1 and <= 65536", ""),
         ("env.fixed_actions={left: 0}", "expected a mapping such as {3: 0.0}, each value a number", ""),
     ],
 )
@@ -164,7 +164,10 @@ def test_an_unknown_recipe_is_answered_with_near_names_and_overrides_are_still_r
 
 def test_a_malformed_override_is_a_fault() -> None:
     assert faults_of("num_envs:8")["command line"].problem == "expected key=value"
-    assert faults_of("env.num_envs=")["env.num_envs"].problem == "no value after '='; expected an integer >= 1"
+    assert (
+        faults_of("env.num_envs=")["env.num_envs"].problem
+        == "no value after '='; expected an integer >= 1 and <= 1000000"
+    )
     assert "not valid YAML" in faults_of("policy.hidden=[64")["policy.hidden"].problem
     assert faults_of("env=5")["env"].problem == "a group of keys, not a value"
     assert "twice" in faults_of("seed=1", "seed=2")["seed"].problem
