@@ -53,6 +53,11 @@ def ready(cluster, group):
 """
 
 
+def listen_to_interrupts() -> None:
+    """Tests may themselves run in the background, where shells let Ctrl-C be ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Driver:
     """A script that uses a cluster, in a process of its own."""
 
@@ -61,7 +66,13 @@ class Driver:
         path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-c", DRIVER + script]
-        self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT, env=env)
+        self.process = subprocess.Popen(
+            command,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            preexec_fn=listen_to_interrupts,
+        )
 
     def text(self) -> str:
         return Path(self.output.name).read_text()
