@@ -50,7 +50,7 @@ def test_overrides_win_over_the_recipe_and_the_recipe_over_the_defaults() -> Non
     config, faults = load_recipe(PUSH_CUBE, ["algorithm.lr=2.5e-4", "policy.hidden=[32, 16]"])
     assert faults == []
     assert (config.algorithm.lr, config.policy.hidden) == (2.5e-4, (32, 16))
-    assert config.algorithm.gamma == 0.9
+    assert config.algorithm.gamma == 0.85
     assert config.algorithm.clip_low == 0.2
 
 
