@@ -191,7 +191,7 @@ def main(
 ) -> None:
     """Compare env throughput: bare loops, gymnasium's AsyncVectorEnv, the env pool."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    console = Console()
+    console = Console(width=140)
     task = Task(env, control_mode, horizon, sim_freq, control_freq)
     if processes * envs_each % sets:
         raise typer.BadParameter(f"{processes * envs_each} envs cannot be cut into {sets} equal sets")
