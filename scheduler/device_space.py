@@ -149,8 +149,18 @@ class Costs:
         capacities = np.stack([capacity, np.full_like(capacity, np.inf)])
         return Alternatives(footprint, kinds, counts, ones, seconds, two, needs, capacities)
 
-    def loop(self, node: Node, kind: Ints, count: Ints, groups: Ints, footprint: Ints) -> Alternatives:
-        """Alternatives of a loop; kind and count [2, A], the rest [A]. Count 0 of the second: it shares."""
+    def pays_to_share(self, node: Node) -> bool:
+        """Whether the stages of a loop on the same devices gain from several groups: idle cores or time on the way."""
+        used = min(float(share) for call in node.calls for share in self.profile.model(call.name).busy.values())
+        return used < 1.0 or self.profile.hops.get(node.name, 0.0) > 0.0
+
+    def loop(
+        self, node: Node, kind: Ints, count: Ints, groups: Ints, footprint: Ints, overlap: bool = False
+    ) -> Alternatives:
+        """Alternatives of a loop; kind and count [2, A], the rest [A].
+
+        Count 0 of the second stage: it has the same devices as the first. `overlap`: they have some in common.
+        """
         first, second = node.calls
         shares = count[1] == 0
         counts = np.where(shares, count[0], count)
@@ -161,18 +171,35 @@ class Costs:
         e = self.seconds(first.name, in_group, counts[0], kinds[0])
         p = self.seconds(second.name, in_group, counts[1], kinds[1])
         with np.errstate(invalid="ignore"):
-            apart = loop_seconds(node.steps, groups, e, p)
-            seconds: Floats = np.where(shares, node.steps * (e + p), apart) * waves[:, None].astype(np.float64)
+            busy = [self.profile.model(call.name).busy_share(counts[i]) for i, call in enumerate(node.calls)]
+            common = np.where(shares | overlap, e * busy[0] + p * busy[1], 0.0)
+            hop = self.profile.hops.get(node.name, 0.0)
+            each = loop_seconds(node.steps, groups, e, p, common, hop)
+            seconds: Floats = each * waves[:, None].astype(np.float64)
         if self.style == "disaggregated" and len(node.groups) > 1:
-            seconds = np.where(shares, float("inf"), seconds)
+            seconds = np.where(shares | overlap, float("inf"), seconds)
         whole = (groups == 1) | (in_group % node.granularity == 0) & (in_group >= 1)
+        whole &= np.isin(groups, node.pipeline or LOOP_GROUPS)
         seconds = np.where(whole & self._allowed(node)[:, None] & np.isfinite(e + p), seconds, float("inf"))
         own = [self.peak(call.name, call.group, in_group * groups, counts[i]) for i, call in enumerate(node.calls)]
         other = [self.resident(call.group) if first.group != second.group else 0 for call in (second, first)]
         together = np.maximum(own[0] + other[0], own[1] + other[1])
-        need = np.stack([np.where(shares, together, own[0]), np.where(shares, 0.0, own[1])])
+        need = np.stack(
+            [np.where(shares | overlap, together, own[0]), np.where(shares, 0.0, together if overlap else own[1])]
+        )
         capacity = np.stack([self._capacity(kinds[0]), np.where(shares, np.inf, self._capacity(kinds[1]))])
         return Alternatives(footprint, kinds, count, groups, seconds, np.stack([e, p]), need, capacity)
+
+    def shape(
+        self, node: Node, first: Devices, second: Devices, waves: int, groups: int, first_s: float, second_s: float
+    ) -> LoopShape:
+        names = (node.calls[0].name, node.calls[1].name)
+        shares = [
+            float(self.profile.model(name).busy_share(len(devices)))
+            for name, devices in zip(names, (first, second), strict=True)
+        ]
+        hop = self.profile.hops.get(node.name, 0.0)
+        return LoopShape(*names, first, second, node.steps, waves, groups, first_s, second_s, *shares, hop)
 
     def _allowed(self, node: Node) -> NDArray[np.bool_]:
         """[B] a gathering stage takes the whole iteration, others multiples of their granularity."""
@@ -225,13 +252,15 @@ class Grid:
         if node.kind == "stage":
             kind, count = np.array(alone).T
             return self.costs.stage(node, kind, count, self._index([{k: c} for k, c in alone]))
-        ways: list[tuple[int, int, int, int, int]] = [(k, c, k, 0, 1) for k, c in alone]
+        pipeline = node.pipeline or LOOP_GROUPS
+        alternating = pipeline if self.costs.pays_to_share(node) else pipeline[:1]
+        ways: list[tuple[int, int, int, int, int]] = [(k, c, k, 0, s) for k, c in alone for s in alternating]
         if self.costs.style != "collocated" and len(node.groups) > 1:
             pairs = [
                 (k, int(c), k, int(n - c)) for k in kinds for n in self.values[k] for c in self.values[k] if 0 < c < n
             ]
             pairs += [(k, c, j, d) for k, c in alone for j, d in alone if j != k]
-            ways += [(*pair, s) for pair in pairs for s in LOOP_GROUPS]
+            ways += [(*pair, s) for pair in pairs for s in pipeline]
         k1, c1, k2, c2, groups = np.array(ways).T
         used = [{k: c, j: d} if j != k else {k: c + d} for k, c, j, d, _ in ways]
         return self.costs.loop(node, np.stack([k1, k2]), np.stack([c1, c2]), groups, self._index(used))
@@ -292,16 +321,13 @@ class Fixed:
         footprint = np.zeros(1, dtype=np.int64)
         if node.kind == "stage":
             return self.costs.stage(node, kind[0], count[0], footprint)
-        if not set(sets[0]) & set(sets[1]):
-            groups = np.array(LOOP_GROUPS)
-            wide = np.ones_like(groups)
+        groups = np.array(node.pipeline or LOOP_GROUPS)
+        wide = np.ones_like(groups)
+        if set(sets[0]) == set(sets[1]):
+            kind, count = np.repeat(kind[:1], 2, 0), np.array([count[0], [0]])
             return self.costs.loop(node, kind * wide, count * wide, groups, 0 * wide)
-        if set(sets[0]) != set(sets[1]):
-            raise PlanError(
-                f"loop '{node.name}': '{node.groups[0]}' and '{node.groups[1]}' overlap in part; "
-                "give them the same devices or disjoint ones"
-            )
-        return self.costs.loop(node, np.repeat(kind[:1], 2, 0), np.array([count[0], [0]]), np.ones(1, int), footprint)
+        overlap = bool(set(sets[0]) & set(sets[1]))
+        return self.costs.loop(node, kind * wide, count * wide, groups, 0 * wide, overlap)
 
     def may_split(self, first: frozenset[str], second: frozenset[str]) -> bool:
         on_first = {device for group in first for device in self.placement[group]}
@@ -342,7 +368,7 @@ def make_leaf(space: Space, node: Node, options: Alternatives, b: int, a: int, i
     waves = 1 if node.items is None else -(-items // node.items)
     e, p = options.call_s[:, b, a].tolist()
     members = (node.calls[0].name, node.calls[1].name)
-    shape = LoopShape(*members, first, second, node.steps, waves, int(options.groups[a]), e, p)
+    shape = space.costs.shape(node, first, second, waves, int(options.groups[a]), e, p)
     at_once, counts = np.float64(-(-items // waves)), np.array([len(first), len(second)])
     own = (space.costs.peak(call.name, call.group, at_once, counts[i]) for i, call in enumerate(node.calls))
     together = tuple(sorted({*first, *second}))

@@ -14,7 +14,7 @@ it as one node. How a flow is run is the business of `plan.py` and `execute.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -79,6 +79,7 @@ class Node:
         granularity: the number of items of one call is a multiple of this.
         steps: rounds of a loop in which each item takes part.
         items: the most items (envs) that a loop holds at once; None: any number.
+        pipeline: numbers of groups S that a loop may be cut into; empty: what is fastest.
     """
 
     flow: Flow = field(repr=False)
@@ -90,6 +91,7 @@ class Node:
     granularity: int = 1
     steps: int = 1
     items: int | None = None
+    pipeline: tuple[int, ...] = ()
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -146,11 +148,13 @@ class Flow:
         items: int | None = None,
         gather: bool = False,
         granularity: int | None = None,
+        pipeline: Sequence[int] = (),
     ) -> Node:
         """A pair of methods that call each other `steps` times for every item: an env steps, a policy acts.
 
         Args:
             items: the most items (envs) at once; more items of an iteration run in waves. None: all at once.
+            pipeline: into how many groups S the items may be cut, so that one is with each stage; empty: planned.
 
         Raises FlowError like `stage`.
         """
@@ -158,7 +162,8 @@ class Flow:
         name = " <> ".join(call.name for call in calls)
         steps, multiple = _positive(steps, f"steps of {name}"), _positive(granularity, name)
         at_once = None if items is None else _positive(items, f"items of {name}")
-        return self._add(Node(self, name, "loop", calls, list(inputs), gather, multiple, steps, at_once))
+        cuts = tuple(sorted(_positive(count, f"pipeline of {name}") for count in pipeline))
+        return self._add(Node(self, name, "loop", calls, list(inputs), gather, multiple, steps, at_once, cuts))
 
     def connect(self, producer: Node, consumer: Node) -> None:
         """Add an edge between stages that exist. Raises FlowError if it closes a cycle."""

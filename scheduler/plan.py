@@ -141,7 +141,14 @@ class Plan:
             own = node.loop
             items = node.items / own.waves / own.groups
             times = call(own.first, items, own.first_devices), call(own.second, items, own.second_devices)
-            shape = replace(own, first_s=times[0], second_s=times[1])
+            shares = (
+                float(profile.model(own.first).busy_share(len(own.first_devices))),
+                float(profile.model(own.second).busy_share(len(own.second_devices))),
+            )
+            hop = profile.hops.get(node.stage, 0.0)
+            shape = replace(
+                own, first_s=times[0], second_s=times[1], first_busy=shares[0], second_busy=shares[1], hop_s=hop
+            )
             return replace(node, loop=shape, call_s=shape.seconds)
 
         return replace(self, root=walk(self.root))

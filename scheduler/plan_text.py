@@ -30,8 +30,10 @@ def describe(node: PlanNode) -> str:
         return f"{node.stage} on {device_text(node.devices)}, {node.items} items a call: {tail}"
     loop = node.loop
     waves = f"{loop.waves} waves of " if loop.waves > 1 else ""
-    if loop.shared:
+    if loop.shared and loop.groups == 1:
         return f"{node.stage} on {device_text(node.devices)} by turns, {waves}{loop.steps} steps: {tail}"
+    if loop.first_devices == loop.second_devices:
+        return f"{node.stage} on {device_text(node.devices)}, S = {loop.groups}, {waves}{loop.steps} steps: {tail}"
     sets = f"{device_text(loop.first_devices)} and {device_text(loop.second_devices)}"
     return f"{node.stage} on {sets}, S = {loop.groups}, {waves}{loop.steps} steps: {tail}"
 

@@ -25,24 +25,35 @@ from numpy.typing import ArrayLike, NDArray
 Devices = tuple[int, ...]
 
 
-def loop_seconds(steps: int, groups: ArrayLike, first_s: ArrayLike, second_s: ArrayLike) -> NDArray[np.float64]:
-    """Seconds of a cyclic pair whose two stages own their devices; arguments broadcast.
+def loop_seconds(
+    steps: int,
+    groups: ArrayLike,
+    first_s: ArrayLike,
+    second_s: ArrayLike,
+    shared_s: ArrayLike = 0.0,
+    hop_s: ArrayLike = 0.0,
+) -> NDArray[np.float64]:
+    """Seconds of a cyclic pair; arguments broadcast.
 
-    With S groups of N/S items and calls of e = `first_s` and p = `second_s` seconds, a round costs
-    R = max(S e, S p, e + p); the last group of the last round still has to go through both stages, so T rounds take
-    (T - 1) R + max(S e + p, e + S p). Exact for constant times (`simulate.loop_calls` gives the same).
+    With S groups of N/S items, calls of e = `first_s` and p = `second_s` seconds and h = `hop_s` seconds on the way
+    there and back, a round costs R = max(S e, S p, e + p + h); the last group of the last round still has to go through
+    both stages, so T rounds take (T - 1) R + max(S e + p, e + S p) + h. Exact for constant times (`simulate.loop_calls`
+    gives the same). Where both stages use a device, a round also takes at least the S * `shared_s` seconds for which
+    one group keeps it busy: e + p where each has the device to itself while it works, less for processes that
+    share cores and have threads for only some of them.
     """
-    s, e, p = (np.asarray(value, dtype=np.float64) for value in (groups, first_s, second_s))
-    rounds = np.maximum(np.maximum(s * e, s * p), e + p)
-    return (steps - 1) * rounds + np.maximum(s * e + p, e + s * p)
+    s, e, p, shared, hop = (np.asarray(x, dtype=np.float64) for x in (groups, first_s, second_s, shared_s, hop_s))
+    contended = s * shared
+    rounds = np.maximum(np.maximum(np.maximum(s * e, s * p), e + p + hop), contended)
+    return (steps - 1) * rounds + np.maximum(np.maximum(s * e + p, e + s * p) + hop, contended)
 
 
 @dataclass(frozen=True)
 class LoopShape:
     """How a loop runs: `waves` times `steps` rounds, the items of a wave cut into `groups` that alternate.
 
-    `first_s` and `second_s` are the seconds of one call for one group. If both stages use the same devices they take
-    turns and there is one group.
+    `first_s` and `second_s` are the seconds of one call for one group, `first_busy` and `second_busy` the share of
+    their devices that they keep busy meanwhile, `hop_s` what a round's messages spend on the way.
     """
 
     first: str
@@ -54,16 +65,23 @@ class LoopShape:
     groups: int
     first_s: float
     second_s: float
+    first_busy: float = 1.0
+    second_busy: float = 1.0
+    hop_s: float = 0.0
 
     @property
     def shared(self) -> bool:
         return bool(set(self.first_devices) & set(self.second_devices))
 
     @property
+    def shared_s(self) -> float:
+        """Seconds for which one group keeps a device busy that both stages use; 0 if there is none."""
+        return self.first_s * self.first_busy + self.second_s * self.second_busy if self.shared else 0.0
+
+    @property
     def seconds(self) -> float:
-        if self.shared:
-            return self.waves * self.steps * self.groups * (self.first_s + self.second_s)
-        return self.waves * float(loop_seconds(self.steps, self.groups, self.first_s, self.second_s))
+        each = loop_seconds(self.steps, self.groups, self.first_s, self.second_s, self.shared_s, self.hop_s)
+        return self.waves * float(each)
 
 
 @dataclass(frozen=True)
@@ -104,7 +122,8 @@ class Leaf:
             return self.call_s * len(self.devices)
         shape = self.loop
         calls = shape.waves * shape.steps * shape.groups
-        return calls * (shape.first_s * len(shape.first_devices) + shape.second_s * len(shape.second_devices))
+        first = shape.first_s * shape.first_busy * len(shape.first_devices)
+        return calls * (first + shape.second_s * shape.second_busy * len(shape.second_devices))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ How a `CostModel` predicts `seconds(items, devices)`:
    slope, whichever is steeper (a lone point: in proportion).
 4. Between two measured device counts a power law joins the two predictions for the same items, which is monotone and
    keeps the measured efficiency. Beyond the largest and below the smallest count, time depends on the load alone (data
-   parallelism at the efficiency of the nearest measured count; a fixed cost stays fixed: Amdahl's law).
+   parallelism at the efficiency of the nearest measured count; a fixed cost stays fixed: Amdahl's law). A stage that
+   keeps only some of its devices busy (`Sample.busy`) loses nothing by having fewer, as long as those suffice.
 
 Memory follows the same rules with maxima for medians; below the smallest count it is scaled by `measured / devices`,
 as if all of it were sharded, so that a plan is not accepted on a guess.
@@ -50,6 +51,7 @@ class Sample:
         devices: devices the call ran on.
         seconds: from the call to the end of the slowest rank.
         memory_bytes: most memory that the stage's process held on one device, parameters included.
+        busy: share of the devices' time that the call kept busy; less than 1 for a thread that has several cores.
         durations: seconds of the single items where they differ much (generation), else empty.
     """
 
@@ -59,10 +61,13 @@ class Sample:
     seconds: float
     memory_bytes: int = 0
     durations: tuple[float, ...] = ()
+    busy: float = 1.0
 
     def __post_init__(self) -> None:
         if self.items < 1 or self.devices < 1 or not 0 <= self.seconds < float("inf") or self.memory_bytes < 0:
             raise ProfileError(f"{self} is no measurement: items and devices are at least 1, the rest at least 0")
+        if not 0 < self.busy <= 1:
+            raise ProfileError(f"{self} is no measurement: busy is a share of the devices, above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -90,11 +95,13 @@ class CostModel:
 
     Attributes:
         time, memory: curves by measured device count, ascending.
+        busy: median share of the devices kept busy, by measured device count, ascending.
         durations: quantiles at 0, 1/128, ..., 1 of the items' durations over their mean, or None.
     """
 
     time: dict[int, Curve]
     memory: dict[int, Curve]
+    busy: dict[int, float]
     durations: Floats | None = None
 
     @classmethod
@@ -105,6 +112,7 @@ class CostModel:
             raise ProfileError(f"expected samples of one stage, got {sorted({s.stage for s in samples})}")
         time: dict[int, Curve] = {}
         memory: dict[int, Curve] = {}
+        busy: dict[int, float] = {}
         for count in sorted({sample.devices for sample in samples}):
             at_load: dict[int, list[Sample]] = {}
             for sample in samples:
@@ -114,17 +122,27 @@ class CostModel:
             medians = np.array([statistics.median(s.seconds for s in at_load[x]) for x in loads])
             weights = np.array([len(at_load[x]) for x in loads], dtype=np.float64)
             largest = np.array([max(s.memory_bytes for s in at_load[x]) for x in loads], dtype=np.float64)
+            busy[count] = statistics.median(s.busy for at in at_load.values() for s in at)
             time[count] = Curve(np.array(loads, dtype=np.float64), isotonic(medians, weights))
             memory[count] = Curve(np.array(loads, dtype=np.float64), np.maximum.accumulate(largest))
         relative = [d * len(s.durations) / total for s in samples if (total := sum(s.durations)) for d in s.durations]
         if not relative:
-            return cls(time, memory)
+            return cls(time, memory, busy)
         quantiles = np.quantile(relative, np.linspace(0, 1, QUANTILES))
-        return cls(time, memory, quantiles / np.trapezoid(quantiles, dx=1 / (QUANTILES - 1)))
+        return cls(time, memory, busy, quantiles / np.trapezoid(quantiles, dx=1 / (QUANTILES - 1)))
 
     def seconds(self, items: ArrayLike, devices: ArrayLike) -> Floats:
         """Seconds of one call with `items` on `devices`; both broadcast. Non-decreasing in items."""
-        return _across_counts(self.time, items, devices)
+        fewest = min(self.time)
+        return _across_counts(self.time, items, devices, needed=fewest * self.busy[fewest])
+
+    def busy_share(self, devices: ArrayLike) -> Floats:
+        """Share of `devices` that a call keeps busy: that of the nearest smaller measured count."""
+        count = np.asarray(devices, dtype=np.float64)
+        measured = np.array(list(self.busy))
+        nearest = np.maximum(np.searchsorted(measured, count, side="right") - 1, 0)
+        share = np.array(list(self.busy.values()))[nearest]
+        return np.minimum(share * np.maximum(measured[nearest] / count, 1.0), 1.0)
 
     def memory_bytes(self, items: ArrayLike, devices: ArrayLike) -> Floats:
         """Peak bytes on one device of such a call; both arguments broadcast."""
@@ -150,14 +168,19 @@ def isotonic(values: Floats, weights: Floats) -> Floats:
     return np.repeat([mean for mean, _, _ in blocks], [length for _, _, length in blocks])
 
 
-def _across_counts(curves: dict[int, Curve], items: ArrayLike, devices: ArrayLike) -> Floats:
+def _across_counts(
+    curves: dict[int, Curve], items: ArrayLike, devices: ArrayLike, needed: float | None = None
+) -> Floats:
+    """`needed`: how many of the fewest measured devices are at work; None: all of them."""
     wanted, count = np.broadcast_arrays(np.asarray(items, dtype=np.float64), np.asarray(devices, dtype=np.float64))
     measured = list(curves)
 
     def on(curve: int, n: Floats) -> Floats:
         return curves[curve].at(np.ceil(wanted / n - 1e-9))
 
-    value = on(measured[0], count)
+    fewest = measured[0]
+    useful = fewest if needed is None else max(needed, 1e-9)
+    value = on(fewest, np.where(count < fewest, np.minimum(fewest, count * fewest / useful), count))
     for low, high in zip(measured, measured[1:], strict=False):
         share = np.clip(np.log(count / low) / np.log(high / low), 0.0, 1.0)
         a, b = on(low, np.full_like(count, low)), on(high, np.full_like(count, high))
@@ -187,6 +210,7 @@ class Profile:
         samples: by stage ("group.method"), oldest first.
         switches: by group; a group without one cannot be offloaded.
         resident_bytes: by group: bytes on each of its devices while it is idle but not offloaded.
+        hops: by loop: seconds that the messages of one round spend between its two stages.
     """
 
     machine: str = "here"
@@ -194,6 +218,7 @@ class Profile:
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     switches: dict[str, Switch] = field(default_factory=dict)
     resident_bytes: dict[str, int] = field(default_factory=dict)
+    hops: dict[str, float] = field(default_factory=dict)
     _models: dict[str, CostModel] = field(default_factory=dict, repr=False, compare=False)
 
     def add(self, *samples: Sample) -> Profile:
@@ -244,6 +269,7 @@ class Profile:
             "recipe": self.recipe,
             "resident_bytes": dict(self.resident_bytes),
             "switches": {group: asdict(switch) for group, switch in self.switches.items()},
+            "hops": dict(self.hops),
             "samples": [_plain(sample) for samples in self.samples.values() for sample in samples],
         }
         temporary = path.with_name(path.name + ".tmp")
@@ -257,7 +283,8 @@ class Profile:
         for entry in entries:
             if (entry["machine"], entry["recipe"]) == (machine, recipe):
                 switches = {group: Switch(**switch) for group, switch in entry["switches"].items()}
-                profile = cls(machine, recipe, {}, switches, dict(entry["resident_bytes"]))
+                hops = dict(entry.get("hops", {}))
+                profile = cls(machine, recipe, {}, switches, dict(entry["resident_bytes"]), hops)
                 return profile.add(
                     *(Sample(**{**s, "durations": tuple(s.get("durations", ()))}) for s in entry["samples"])
                 )
@@ -273,6 +300,7 @@ def _plain(sample: Sample) -> dict[str, object]:
         "devices": int(sample.devices),
         "seconds": float(sample.seconds),
         "memory_bytes": int(sample.memory_bytes),
+        "busy": float(sample.busy),
         **durations,
     }
 

@@ -9,7 +9,7 @@ slowest part lies on the critical path.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Literal
 
@@ -82,29 +82,27 @@ def simulate(
 
 
 def loop_calls(
-    steps: int, groups: int, first_s: Callable[[int], float], second_s: Callable[[int], float], shared: bool
+    steps: int, groups: int, first_s: Callable[[int], float], second_s: Callable[[int], float], hop_s: float = 0.0
 ) -> Iterator[tuple[int, int, float, float]]:
     """The calls of a cyclic pair as (0 for the first stage or 1, group, start, end), in order of their start.
 
     Each group goes through the first stage, then the second, `steps` times; each stage takes the group that has waited
-    longest. `first_s(group)` and `second_s(group)` are asked once for each call. `shared`: one call at a time.
+    longest. `first_s(group)` and `second_s(group)` are asked once for each call; `hop_s` is the way there and back.
     """
     waiting: tuple[list[tuple[float, int, int]], ...] = ([(0.0, group, 0) for group in range(groups)], [])
     heapify(waiting[0])
     free = [0.0, 0.0]
     while waiting[0] or waiting[1]:
         starts = [max(free[i], queue[0][0]) if queue else float("inf") for i, queue in enumerate(waiting)]
-        stage = 0 if starts[0] < starts[1] or (starts[0] == starts[1] and not shared) else 1
+        stage = 0 if starts[0] <= starts[1] else 1
         _, group, step = heappop(waiting[stage])
         end = starts[stage] + (second_s if stage else first_s)(group)
         yield stage, group, starts[stage], end
         free[stage] = end
-        if shared:
-            free = [end, end]
         if stage == 0:
-            heappush(waiting[1], (end, group, step))
+            heappush(waiting[1], (end + hop_s / 2, group, step))
         elif step + 1 < steps:
-            heappush(waiting[0], (end, group, step + 1))
+            heappush(waiting[0], (end + hop_s / 2, group, step + 1))
 
 
 class _Run:
@@ -142,12 +140,14 @@ class _Run:
         in_group = max(1, round(items / loop.groups))
         names, sets = (loop.first, loop.second), (loop.first_devices, loop.second_devices)
         latest = start
+        alone = replace(loop, second_devices=()).seconds
+        slowdown = loop.seconds / alone if alone else 1.0  # of every call, where the stages share devices
         calls = loop_calls(
             loop.steps,
             loop.groups,
-            lambda group: loop.first_s * self._factor(loop.first, in_group),
-            lambda group: loop.second_s * self._factor(loop.second, in_group),
-            loop.shared,
+            lambda group: slowdown * loop.first_s * self._factor(loop.first, in_group),
+            lambda group: slowdown * loop.second_s * self._factor(loop.second, in_group),
+            slowdown * loop.hop_s,
         )
         for stage, _, begin, end in calls:
             self.intervals.append(Interval(names[stage], sets[stage], start + begin, start + end))

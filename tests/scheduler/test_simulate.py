@@ -47,7 +47,7 @@ def test_a_chain_takes_what_the_closed_form_says(seconds: list[float], chunks: i
 @settings(max_examples=100, deadline=None)
 @given(times, times, st.integers(1, 8), st.integers(1, 20))
 def test_a_loop_takes_what_the_closed_form_says(env: float, policy: float, groups: int, steps: int) -> None:
-    ends = [end for *_, end in loop_calls(steps, groups, lambda _: env, lambda _: policy, shared=False)]
+    ends = [end for *_, end in loop_calls(steps, groups, lambda _: env, lambda _: policy)]
     assert len(ends) == 2 * steps * groups
     assert max(ends) == pytest.approx(float(loop_seconds(steps, groups, env, policy)), rel=1e-9)
     # a round costs max(S e, S p, e + p); what comes on top is less than one pass through both stages
@@ -56,14 +56,14 @@ def test_a_loop_takes_what_the_closed_form_says(env: float, policy: float, group
 
 
 def test_a_loop_on_shared_devices_takes_turns() -> None:
-    calls = list(loop_calls(3, 1, lambda _: 2.0, lambda _: 1.0, shared=True))
+    calls = list(loop_calls(3, 1, lambda _: 2.0, lambda _: 1.0))
     assert [start for _, _, start, _ in calls] == [0.0, 2.0, 3.0, 5.0, 6.0, 8.0]
     assert calls[-1][-1] == 9.0
 
 
 def test_unequal_groups_of_a_loop_are_slower_than_equal_ones() -> None:
     def makespan(env: list[float], policy: list[float]) -> float:
-        calls = loop_calls(50, 2, env.__getitem__, policy.__getitem__, shared=False)
+        calls = loop_calls(50, 2, env.__getitem__, policy.__getitem__)
         return max(end for *_, end in calls)
 
     assert makespan([1.0, 1.0], [1.0, 1.0]) == pytest.approx(101.0)
