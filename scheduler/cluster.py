@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from scheduler import channel as channels
-from scheduler.channel import Channel, ChannelHub
+from scheduler.channel import Channel
+from scheduler.device_lock import DeviceLock
+from scheduler.hub import Hub
 from scheduler.placement import GroupPlacement, PlacementError
 from scheduler.transport import Location, remove_orphans
 from scheduler.worker import Context, Handle, Watch, Worker, WorkerFailed, WorkerGroup, _Host, wait_all, with_rank
@@ -65,7 +67,7 @@ class Cluster:
             nodes.sort(key=lambda node: (node["NodeID"] != self.host, node["NodeID"]))
             self.devices = _devices(nodes, cpu_slots)
             self.kind: Kind = self.devices[0].kind
-            self.hub = ChannelHub(nodes[0]["NodeManagerAddress"] if len(nodes) > 1 else None)
+            self.hub = Hub(self.host, nodes[0]["NodeManagerAddress"] if len(nodes) > 1 else None)
         except BaseException:
             if self._owns_ray:
                 ray.shutdown()
@@ -89,7 +91,9 @@ class Cluster:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         mailbox = self.channel(f"mail/{name}", capacity=4)
-        context = Context(name, 0, len(placement.ranks), (), self.kind, (), self.host, mailbox, self.log_file)
+        context = Context(
+            name, 0, len(placement.ranks), (), self.kind, (), self.host, mailbox, self.device_lock(), self.log_file
+        )
         actors: list[Any] = []
         for rank, indices in enumerate(placement.ranks):
             devices = [self.devices[index] for index in indices]
@@ -101,9 +105,35 @@ class Cluster:
             named: Any = ray.remote(type(worker_class.__name__, (_Host,), {}))  # the name that `ps` shows
             actor_class = named.options(num_cpus=0, scheduling_strategy=strategy, max_restarts=0)
             actors.append(actor_class.remote(worker_class, own, args, kwargs))
-        group = WorkerGroup(name, worker_class, actors, self.hub.local_address)
+        group = WorkerGroup(name, worker_class, actors, self.hub.endpoint.local, placement, (args, kwargs))
         self.groups.append(group)
         return group, Handle(group, [actor.start.remote() for actor in actors])
+
+    def relocate(self, group: WorkerGroup, placement: GroupPlacement) -> None:
+        """Move a group: its workers start anew on other devices and `restore` what the old ones had as `state`.
+
+        Nobody may be calling the group. Raises WorkerFailed, or PlacementError; the old workers then go on.
+        """
+        import ray
+
+        states = group.state().result(self.timeout_s)
+        args, kwargs = group._args
+        successor, start = self.launch(group.name, group._worker_class, placement, *args, **kwargs)
+        try:
+            self.await_start([(successor, start)])
+            successor.restore(states).wait(self.timeout_s)
+        except BaseException:
+            for actor in successor.actors:
+                ray.kill(actor)
+            raise
+        finally:
+            self.groups.remove(successor)
+        predecessors, ranks = group.actors, len(group)
+        group.become(successor)
+        with suppress(ray.exceptions.RayError):
+            ray.wait([actor.end.remote() for actor in predecessors], num_returns=ranks, timeout=END_S)
+        for actor in predecessors:
+            ray.kill(actor)
 
     def await_start(self, launched: list[tuple[WorkerGroup, Handle]]) -> None:
         """Wait until the launched groups are constructed. Raises the first cause of a failure."""
@@ -125,15 +155,17 @@ class Cluster:
             receivers = (Location(self.host, -1),) if {d.node for d in self.devices} == {self.host} else ()
         return Channel(
             name,
-            self.hub.local_address,
-            self.hub.remote_address,
-            self.host,
+            self.hub.endpoint,
             capacity,
             producers.name if producers else "the driver",
             consumers.name if consumers else "the driver",
             receivers,
             self.timeout_s,
         )
+
+    def device_lock(self) -> DeviceLock:
+        """The lock by which workers that share devices take turns."""
+        return DeviceLock(self.hub.endpoint, self.timeout_s)
 
     def shutdown(self) -> None:
         """End the workers, the hub and, if it was started here, Ray. Calls after the first do nothing."""
@@ -148,7 +180,7 @@ class Cluster:
             self._watch.stop()
             actors = [actor for group in groups for actor in group.actors]
             if actors:
-                channels.fail_all(self.hub.local_address, WorkerFailed("the driver", "ended the run"), for_good=True)
+                channels.fail_all(self.hub.endpoint.local, WorkerFailed("the driver", "ended the run"), for_good=True)
                 with suppress(ray.exceptions.RayError):
                     ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=END_S)
             for actor in actors:

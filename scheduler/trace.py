@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Event:
-    """One span of work (`category` "work") or of waiting ("wait") on a track such as "rollout[0]"."""
+    """One span of work (`category` "work"), of waiting ("wait") or of moving device memory to or from the host
+    ("switch") on a track such as "rollout[0]"."""
 
     track: str
     name: str
@@ -34,6 +35,7 @@ class Trace:
     def __init__(self, track: str) -> None:
         self.track = track
         self.events: list[Event] = []
+        self._seen: set[Hashable] = set()
 
     def add(
         self,
@@ -54,8 +56,14 @@ class Trace:
         finally:
             self.add(name, start, time.monotonic(), category, **args)
 
+    def is_first(self, kind: Hashable) -> bool:
+        """Whether this is asked for the first time since the last `drain`."""
+        known = len(self._seen)
+        self._seen.add(kind)
+        return len(self._seen) > known
+
     def drain(self) -> list[Event]:
-        events, self.events = self.events, []
+        events, self.events, self._seen = self.events, [], set()
         return events
 
 

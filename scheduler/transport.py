@@ -91,7 +91,7 @@ def unpack(frames: Sequence[Any]) -> Any:
 
     Raises ConnectionError if the sender's shared memory is gone.
     """
-    way, *rest = msgpack.unpackb(bytes(frames[0]))
+    way, *rest = msgpack.unpackb(frames[0])
     if way == "reference":
         if rest[0] != os.getpid():
             raise RuntimeError(f"process {rest[0]} sent a reference, which only process {rest[0]} itself can read")
@@ -103,9 +103,21 @@ def unpack(frames: Sequence[Any]) -> Any:
     return pickle.loads(frames[1], buffers=[bytearray(frame) for frame in frames[2:]])
 
 
+def way(frames: Sequence[Any]) -> Way:
+    """How a packed message travels."""
+    return msgpack.unpackb(frames[0])[0]
+
+
+def nbytes(frames: Sequence[Any]) -> int:
+    """Bytes of a packed message, of which a reference has none."""
+    way, *rest = msgpack.unpackb(frames[0])
+    in_block = sum(length for _, length in rest[2]) if way == "shared_memory" else 0
+    return in_block + sum(memoryview(frame).nbytes for frame in frames[1:])
+
+
 def discard(frames: Sequence[Any]) -> None:
     """Release what an undelivered message holds; a reference only the process that packed it can drop."""
-    way, *rest = msgpack.unpackb(bytes(frames[0]))
+    way, *rest = msgpack.unpackb(frames[0])
     if way == "reference" and rest[0] == os.getpid():
         _references.pop(rest[1], None)
     elif way == "shared_memory":

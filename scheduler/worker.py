@@ -13,13 +13,18 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from scheduler import channel as channels
 from scheduler import transport
 from scheduler.channel import Channel, ChannelClosed, ChannelTimeout
+from scheduler.connection import HubLost, Identity, become
+from scheduler.device_lock import DeviceLock, DeviceTimeout, release_dead
+from scheduler.placement import GroupPlacement
+from scheduler.stage import StageCall, StageReport, run_stage
 from scheduler.trace import Event, Trace
 from scheduler.transport import Location
 
@@ -59,6 +64,7 @@ class Context:
     cores: tuple[int, ...]
     host: str
     mailbox: Channel
+    device_lock: DeviceLock
     log_file: str | None = None
 
     @property
@@ -71,6 +77,9 @@ class Worker:
 
     context: Context
     trace: Trace
+    iteration: int = 0  # of the flow that is run
+    _offloaded = False
+    _switch_seconds: dict[str, list[float]]
 
     @property
     def rank(self) -> int:
@@ -108,6 +117,45 @@ class Worker:
     def onload(self) -> None:
         """Undo `offload`."""
 
+    @contextmanager
+    def lease(self, timeout: float | None = None) -> Iterator[None]:
+        """Hold this rank's devices for a block of work; waits, in a fair order, until no other worker holds them.
+
+        A class that overrides `offload` has moved its memory to the host when the block ends if another worker waits
+        for the devices; the next lease brings it back. Raises DeviceTimeout naming who holds the devices.
+        """
+        lock = self.context.device_lock
+        with lock.lease(self.devices, timeout):
+            if self._offloaded:
+                self._switch(self.onload)
+            yield
+            if type(self).offload is not Worker.offload and lock.is_wanted(self.devices):
+                self._switch(self.offload)
+
+    def switch_seconds(self) -> dict[str, list[float]]:
+        """How long each switch of a lease has taken: seconds by "offload" and "onload"."""
+        return self._switch_seconds
+
+    def _switch(self, move: Callable[[], None]) -> None:
+        start = time.monotonic()
+        move()
+        end = time.monotonic()
+        name = move.__name__
+        self._offloaded = name == "offload"
+        self._switch_seconds[name].append(end - start)
+        self.trace.add(name, start, end, "switch")
+
+    def run_stage(self, call: StageCall, iteration: int, arguments: tuple[Any, ...] = ()) -> StageReport:
+        """Do this rank's part of one iteration of a flow."""
+        self.iteration = iteration
+        return run_stage(self, call, arguments)
+
+    def state(self) -> Any:
+        """What a successor on other devices needs to go on exactly as this rank would."""
+
+    def restore(self, states: list[Any]) -> None:
+        """Take over from the ranks whose `state` these are; there may have been more or fewer of them."""
+
     def shutdown(self) -> None:
         """Release what the process would not release by ending. Called once: by the driver, or by the cluster's end."""
 
@@ -125,10 +173,11 @@ class _Host:
         if context.log_file:
             form = f"%(asctime)s {context.name} %(levelname)s %(message)s"
             logging.basicConfig(filename=context.log_file, level=logging.INFO, format=form, force=True)
-        channels.set_host(context.host)
         self.worker = worker_class.__new__(worker_class)
         self.worker.context = context
         self.worker.trace = Trace(context.name)
+        self.worker._switch_seconds = {"offload": [], "onload": []}
+        become(Identity(context.name, context.host, self.worker.trace))
         self.init = (args, kwargs)
         self.needs_shutdown = False
 
@@ -177,7 +226,7 @@ class _Host:
             f"failed: {type(error).__name__}: {error}",
             traceback.format_exc(),
             time.time(),
-            secondary=isinstance(error, ChannelClosed | ChannelTimeout),
+            secondary=isinstance(error, ChannelClosed | ChannelTimeout | DeviceTimeout | HubLost),
         )
         log.error("%s", failure)
         return failure
@@ -236,10 +285,22 @@ class GroupMethod:
 class WorkerGroup:
     """All ranks of one worker class; `group.method(...)` calls it on every rank and returns a `Handle`."""
 
-    def __init__(self, name: str, worker_class: type[Worker], actors: list[Any], hub_address: str) -> None:
-        self.name, self.actors, self.hub_address = name, actors, hub_address
-        self._worker_class = worker_class
+    def __init__(
+        self,
+        name: str,
+        worker_class: type[Worker],
+        actors: list[Any],
+        hub_address: str,
+        placement: GroupPlacement,
+        args: tuple[tuple, dict] = ((), {}),
+    ) -> None:
+        self.name, self.actors, self.hub_address, self.placement = name, actors, hub_address, placement
+        self._worker_class, self._args = worker_class, args
         self.locations: list[Location] = []
+
+    def become(self, other: WorkerGroup) -> None:
+        """Stand for the workers of another group from now on."""
+        self.actors, self.placement, self.locations = other.actors, other.placement, other.locations
 
     def __getattr__(self, method: str) -> GroupMethod:
         if method.startswith("_"):  # not a worker's, and pickle asks for some before `__init__` has run
@@ -255,8 +316,10 @@ class WorkerGroup:
         return f"{self.name}[{rank}]"
 
 
-def wait_all(handles: Sequence[Handle], timeout: float | None = None) -> None:
-    """Wait for calls on several groups at once.
+def wait_all(
+    handles: Sequence[Handle], timeout: float | None = None, on_done: Callable[[Handle], Any] | None = None
+) -> None:
+    """Wait for calls on several groups at once; `on_done` is called with each that all its ranks have finished.
 
     As soon as one worker fails, every channel is closed with its error, so that nobody waits for it.
     Raises the first cause: a WorkerDied or WorkerFailed. Raises TimeoutError naming who is still at work.
@@ -264,6 +327,8 @@ def wait_all(handles: Sequence[Handle], timeout: float | None = None) -> None:
     import ray
 
     owner = {ref: (h.group, rank) for h in handles for rank, ref in enumerate(h.refs)}
+    at_work = {handle: len(handle.refs) for handle in handles}
+    handle_of = {ref: handle for handle in handles for ref in handle.refs}
     pending, failures = list(owner), list[WorkerFailed]()
     deadline = None if timeout is None else time.monotonic() + timeout
     while pending:
@@ -281,11 +346,16 @@ def wait_all(handles: Sequence[Handle], timeout: float | None = None) -> None:
                     _tell_all(owner[ref][0], failure)
                     deadline = time.monotonic() + SETTLE_S
                 failures.append(failure)
+            at_work[handle_of[ref]] -= 1
+            if on_done is not None and not failures and not at_work[handle_of[ref]]:
+                on_done(handle_of[ref])
     if failures:
         raise min(failures, key=lambda f: (not isinstance(f, WorkerDied), f.secondary, f.at))
 
 
 def _tell_all(group: WorkerGroup, failure: WorkerFailed) -> None:
+    if isinstance(failure, WorkerDied):
+        release_dead(group.hub_address, failure.worker)
     channels.fail_all(group.hub_address, failure, for_good=isinstance(failure, WorkerDied))
 
 
@@ -326,18 +396,18 @@ class Watch:
     def _run(self) -> None:
         import ray
 
-        asked: dict[tuple[WorkerGroup, int], Any] = {}
+        asked: dict[tuple[WorkerGroup, int, Any], Any] = {}
         while not self._stop.wait(WATCH_S) and ray.is_initialized():
             for group in list(self._groups):
                 for rank, actor in enumerate(group.actors):
-                    if (group, rank) not in asked:
-                        asked[group, rank] = actor.alive.remote()
+                    if (group, rank, actor) not in asked:
+                        asked[group, rank, actor] = actor.alive.remote()
             answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=0) if asked else ([], [])
-            for (group, rank), ref in list(asked.items()):
+            for (group, rank, actor), ref in list(asked.items()):
                 if ref in answered:
-                    del asked[group, rank]
+                    del asked[group, rank, actor]
                     failure = _failure_of(ref, group, rank)
-                    if failure is not None:
+                    if failure is not None and actor in group.actors:
                         _tell_all(group, failure)
                         return
 

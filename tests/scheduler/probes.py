@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler import channel as channels
-from scheduler import transport
+from scheduler import connection, transport
 from scheduler.channel import Channel
 from scheduler.transport import HEADER, SENT, unpack
 from scheduler.worker import Worker
@@ -88,7 +87,7 @@ class Probe(Worker):
 
     def ways(self) -> str:
         """The address by which this worker reaches the hub."""
-        ((_, address),) = channels._thread.__dict__["clients"]
+        ((_, address),) = connection._thread.__dict__["clients"]
         return address
 
     def blocks(self) -> int:
@@ -141,3 +140,24 @@ def consume(channel: Channel, results: Channel) -> None:
 
 def wait_for_items(channel: Channel, n: int) -> None:
     channel.get(n=n)
+
+
+class Leaser(Worker):
+    """Works on devices it shares; what it holds there is a word."""
+
+    def __init__(self) -> None:
+        self.place = "device"
+
+    def hold(self, seconds: float, timeout: float | None = None) -> None:
+        with self.lease(timeout):
+            assert self.place == "device"
+            time.sleep(seconds)
+
+    def memory(self) -> str:
+        return self.place
+
+    def offload(self) -> None:
+        self.place = "host"
+
+    def onload(self) -> None:
+        self.place = "device"

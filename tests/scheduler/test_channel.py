@@ -16,23 +16,24 @@ import numpy as np
 import pytest
 from probes import LARGE, consume, produce, wait_for_items
 
-from scheduler import channel as channels
-from scheduler import transport
-from scheduler.channel import Channel, ChannelClosed, ChannelHub, ChannelTimeout, fail_all
+from scheduler import connection, transport
+from scheduler.channel import Channel, ChannelClosed, ChannelTimeout, fail_all
+from scheduler.connection import Endpoint, HubLost
+from scheduler.hub import Hub
 from scheduler.transport import Arena, Location
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
-def hub() -> Iterator[ChannelHub]:
-    hub = ChannelHub()
+def hub() -> Iterator[Hub]:
+    hub = Hub("here")
     yield hub
     hub.close()
 
 
-def make(hub: ChannelHub, name: str = "c", capacity: int = 16, receivers: tuple[Location, ...] = ()) -> Channel:
-    return Channel(name, hub.local_address, hub.remote_address, "here", capacity, "env", "actor", receivers, 30.0)
+def make(hub: Hub, name: str = "c", capacity: int = 16, receivers: tuple[Location, ...] = ()) -> Channel:
+    return Channel(name, hub.endpoint, capacity, "env", "actor", receivers, 30.0)
 
 
 class Background:
@@ -63,7 +64,7 @@ class Background:
 # ---------------------------------------------------------------------------------------------- order and bounds
 
 
-def test_items_come_out_in_the_order_they_went_in(hub: ChannelHub) -> None:
+def test_items_come_out_in_the_order_they_went_in(hub: Hub) -> None:
     channel = make(hub)
     for i in range(5):
         channel.put({"i": i})
@@ -71,7 +72,7 @@ def test_items_come_out_in_the_order_they_went_in(hub: ChannelHub) -> None:
 
 
 @pytest.mark.parametrize("key", [0, "env[0]", (0, "left"), b"\0", None, True])
-def test_each_key_has_a_queue_of_its_own(hub: ChannelHub, key: Any) -> None:
+def test_each_key_has_a_queue_of_its_own(hub: Hub, key: Any) -> None:
     channel = make(hub)
     channel.put("other", key="other")
     channel.put("mine", key=key)
@@ -80,7 +81,7 @@ def test_each_key_has_a_queue_of_its_own(hub: ChannelHub, key: Any) -> None:
     assert channel.size(key) == 0 and channel.size("other") == 1
 
 
-def test_a_key_that_cannot_be_one_is_refused_and_the_hub_goes_on(hub: ChannelHub) -> None:
+def test_a_key_that_cannot_be_one_is_refused_and_the_hub_goes_on(hub: Hub) -> None:
     channel = make(hub)
     with pytest.raises(TypeError):
         channel.put(1, key={"env": 0})
@@ -90,7 +91,7 @@ def test_a_key_that_cannot_be_one_is_refused_and_the_hub_goes_on(hub: ChannelHub
     assert channel.get() == 1
 
 
-def test_several_items_are_taken_at_once(hub: ChannelHub) -> None:
+def test_several_items_are_taken_at_once(hub: Hub) -> None:
     channel = make(hub)
     for i in range(3):
         channel.put(i)
@@ -98,12 +99,12 @@ def test_several_items_are_taken_at_once(hub: ChannelHub) -> None:
     assert channel.get() == 2
 
 
-def test_taking_no_items_is_refused(hub: ChannelHub) -> None:
+def test_taking_no_items_is_refused(hub: Hub) -> None:
     with pytest.raises(ValueError, match="cannot take 0 items from channel 'c'"):
         make(hub).get(n=0)
 
 
-def test_more_items_than_the_capacity_can_be_taken_at_once(hub: ChannelHub) -> None:
+def test_more_items_than_the_capacity_can_be_taken_at_once(hub: Hub) -> None:
     channel = make(hub, capacity=2)
     consumer = Background(lambda: channel.get(n=5))
     for i in range(5):
@@ -111,7 +112,7 @@ def test_more_items_than_the_capacity_can_be_taken_at_once(hub: ChannelHub) -> N
     assert consumer.result() == [0, 1, 2, 3, 4]
 
 
-def test_a_producer_waits_while_the_queue_is_full(hub: ChannelHub) -> None:
+def test_a_producer_waits_while_the_queue_is_full(hub: Hub) -> None:
     channel = make(hub, capacity=2)
     channel.put(0)
     channel.put(1)
@@ -123,14 +124,14 @@ def test_a_producer_waits_while_the_queue_is_full(hub: ChannelHub) -> None:
     assert channel.get(n=2) == [1, 2]
 
 
-def test_a_full_queue_of_one_key_does_not_hold_up_another(hub: ChannelHub) -> None:
+def test_a_full_queue_of_one_key_does_not_hold_up_another(hub: Hub) -> None:
     channel = make(hub, capacity=1)
     channel.put(0, key="full")
     channel.put(1, key="free", timeout=10)
     assert channel.get(key="free") == 1
 
 
-def test_waiting_costs_no_processor_time(hub: ChannelHub) -> None:
+def test_waiting_costs_no_processor_time(hub: Hub) -> None:
     channel = make(hub, capacity=1)
     channel.put(0)
     waiting = [Background(lambda: channel.put(1)), Background(lambda: channel.get(key="empty"))]
@@ -145,26 +146,26 @@ def test_waiting_costs_no_processor_time(hub: ChannelHub) -> None:
 # ---------------------------------------------------------------------------------------------- time limits
 
 
-def test_a_get_that_takes_too_long_names_the_channel_and_its_producers(hub: ChannelHub) -> None:
+def test_a_get_that_takes_too_long_names_the_channel_and_its_producers(hub: Hub) -> None:
     with pytest.raises(ChannelTimeout, match=r"'c' \(key 3\) has been empty; it is filled by env: waited 0.1 s"):
         make(hub).get(key=3, timeout=0.1)
 
 
-def test_a_put_that_takes_too_long_names_the_channel_and_its_consumers(hub: ChannelHub) -> None:
+def test_a_put_that_takes_too_long_names_the_channel_and_its_consumers(hub: Hub) -> None:
     channel = make(hub, capacity=1)
     channel.put(0)
     with pytest.raises(ChannelTimeout, match="channel 'c' has been full; it is read by actor: waited 0.1 s"):
         channel.put(1, timeout=0.1)
 
 
-def test_the_default_time_limit_is_the_channels(hub: ChannelHub) -> None:
+def test_the_default_time_limit_is_the_channels(hub: Hub) -> None:
     channel = make(hub)
     channel.timeout_s = 0.1
     with pytest.raises(ChannelTimeout, match="waited 0.1 s"):
         channel.get()
 
 
-def test_a_get_that_timed_out_takes_nothing_later(hub: ChannelHub) -> None:
+def test_a_get_that_timed_out_takes_nothing_later(hub: Hub) -> None:
     channel = make(hub)
     for timeout in (0.1, 0.0):
         with pytest.raises(ChannelTimeout):
@@ -173,7 +174,7 @@ def test_a_get_that_timed_out_takes_nothing_later(hub: ChannelHub) -> None:
     assert channel.get() == "kept"
 
 
-def test_a_put_that_timed_out_delivers_nothing_later(hub: ChannelHub) -> None:
+def test_a_put_that_timed_out_delivers_nothing_later(hub: Hub) -> None:
     channel = make(hub, capacity=1)
     channel.put("first")
     with pytest.raises(ChannelTimeout):
@@ -184,7 +185,7 @@ def test_a_put_that_timed_out_delivers_nothing_later(hub: ChannelHub) -> None:
 
 
 def test_a_put_that_timed_out_frees_its_shared_memory(
-    hub: ChannelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena = Arena(tmp_path)
     monkeypatch.setitem(transport._arenas, os.getpid(), arena)
@@ -195,7 +196,7 @@ def test_a_put_that_timed_out_frees_its_shared_memory(
     assert [block.is_free() for block in arena.blocks] == [True]
 
 
-def test_no_item_is_lost_or_doubled_when_gets_time_out_all_the_time(hub: ChannelHub) -> None:
+def test_no_item_is_lost_or_doubled_when_gets_time_out_all_the_time(hub: Hub) -> None:
     channel = make(hub)
 
     def impatient() -> list[int]:
@@ -216,7 +217,7 @@ def test_no_item_is_lost_or_doubled_when_gets_time_out_all_the_time(hub: Channel
     assert sorted(i for consumer in consumers for i in consumer.result()) == list(range(200))
 
 
-def test_an_interrupted_get_takes_nothing_later(hub: ChannelHub) -> None:
+def test_an_interrupted_get_takes_nothing_later(hub: Hub) -> None:
     channel = make(hub)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -233,7 +234,7 @@ def test_an_interrupted_get_takes_nothing_later(hub: ChannelHub) -> None:
 # ---------------------------------------------------------------------------------------------- many ends
 
 
-def test_processes_and_threads_get_each_item_once(hub: ChannelHub) -> None:
+def test_processes_and_threads_get_each_item_once(hub: Hub) -> None:
     channel = make(hub, "items", capacity=3, receivers=(Location("here", -1),))
     results = make(hub, "results")
     processes = [
@@ -254,7 +255,7 @@ def test_processes_and_threads_get_each_item_once(hub: ChannelHub) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_consumer_killed_while_it_waits_takes_nothing(hub: ChannelHub, n: int) -> None:
+def test_a_consumer_killed_while_it_waits_takes_nothing(hub: Hub, n: int) -> None:
     channel = make(hub)
     process = SPAWN.Process(target=wait_for_items, args=(channel, n))
     process.start()
@@ -269,7 +270,7 @@ def test_a_consumer_killed_while_it_waits_takes_nothing(hub: ChannelHub, n: int)
     assert channel.get(n=3, timeout=10) == [0, 1, 2]
 
 
-def test_a_forked_child_uses_channels_of_its_parent(hub: ChannelHub) -> None:
+def test_a_forked_child_uses_channels_of_its_parent(hub: Hub) -> None:
     channel = make(hub)
     channel.put("before")
     child = os.fork()
@@ -283,7 +284,7 @@ def test_a_forked_child_uses_channels_of_its_parent(hub: ChannelHub) -> None:
 # ---------------------------------------------------------------------------------------------- closing
 
 
-def test_iteration_ends_when_the_channel_is_closed_and_empty(hub: ChannelHub) -> None:
+def test_iteration_ends_when_the_channel_is_closed_and_empty(hub: Hub) -> None:
     channel = make(hub)
     for i in range(3):
         channel.put(i)
@@ -291,14 +292,14 @@ def test_iteration_ends_when_the_channel_is_closed_and_empty(hub: ChannelHub) ->
     assert list(channel) == [0, 1, 2]
 
 
-def test_a_closed_channel_takes_nothing(hub: ChannelHub) -> None:
+def test_a_closed_channel_takes_nothing(hub: Hub) -> None:
     channel = make(hub)
     channel.close()
     with pytest.raises(ChannelClosed, match="channel 'c' is closed"):
         channel.put(1)
 
 
-def test_closing_releases_whoever_waits(hub: ChannelHub) -> None:
+def test_closing_releases_whoever_waits(hub: Hub) -> None:
     channel = make(hub, capacity=1)
     channel.put(0)
     waiting = [Background(lambda: channel.put(1)), Background(lambda: channel.get(key="empty"))]
@@ -307,7 +308,7 @@ def test_closing_releases_whoever_waits(hub: ChannelHub) -> None:
     assert all(isinstance(one.result(), ChannelClosed) for one in waiting)
 
 
-def test_closing_gives_a_consumer_of_several_what_there_is(hub: ChannelHub) -> None:
+def test_closing_gives_a_consumer_of_several_what_there_is(hub: Hub) -> None:
     channel = make(hub)
     consumer = Background(lambda: channel.get(n=3))
     channel.put(0)
@@ -316,7 +317,7 @@ def test_closing_gives_a_consumer_of_several_what_there_is(hub: ChannelHub) -> N
     assert consumer.result() == [0]
 
 
-def test_an_error_reaches_consumers_and_producers(hub: ChannelHub) -> None:
+def test_an_error_reaches_consumers_and_producers(hub: Hub) -> None:
     channel = make(hub, capacity=1)
     waiting = [Background(lambda: channel.get(key="a")), Background(lambda: list(channel))]
     assert all(one.waits for one in waiting)
@@ -329,7 +330,7 @@ def test_an_error_reaches_consumers_and_producers(hub: ChannelHub) -> None:
         channel.get(key="new")
 
 
-def test_an_error_overtakes_what_is_queued(hub: ChannelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_overtakes_what_is_queued(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(tmp_path)
     monkeypatch.setitem(transport._arenas, os.getpid(), arena)
     channel = make(hub, receivers=(Location("here", -1),))
@@ -340,7 +341,7 @@ def test_an_error_overtakes_what_is_queued(hub: ChannelHub, tmp_path: Path, monk
     assert arena.blocks[0].is_free()
 
 
-def test_an_error_after_a_normal_close_is_raised_for_what_it_dropped(hub: ChannelHub) -> None:
+def test_an_error_after_a_normal_close_is_raised_for_what_it_dropped(hub: Hub) -> None:
     channel = make(hub)
     channel.put(0)
     channel.close()
@@ -349,7 +350,7 @@ def test_an_error_after_a_normal_close_is_raised_for_what_it_dropped(hub: Channe
         list(channel)
 
 
-def test_the_first_error_stays(hub: ChannelHub) -> None:
+def test_the_first_error_stays(hub: Hub) -> None:
     channel = make(hub)
     channel.close(ValueError("first"))
     channel.close(KeyError("second"))
@@ -357,7 +358,7 @@ def test_the_first_error_stays(hub: ChannelHub) -> None:
         channel.get()
 
 
-def test_an_error_that_cannot_be_pickled_is_described(hub: ChannelHub) -> None:
+def test_an_error_that_cannot_be_pickled_is_described(hub: Hub) -> None:
     error = ValueError("broken")
     error.lock = threading.Lock()  # type: ignore[attr-defined]
     channel = make(hub)
@@ -366,7 +367,7 @@ def test_an_error_that_cannot_be_pickled_is_described(hub: ChannelHub) -> None:
         channel.get()
 
 
-def test_an_error_drops_messages_whose_memory_has_gone(hub: ChannelHub, tmp_path: Path) -> None:
+def test_an_error_drops_messages_whose_memory_has_gone(hub: Hub, tmp_path: Path) -> None:
     channel = make(hub, receivers=(Location("here", -1),))
     arena = Arena(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
@@ -378,22 +379,22 @@ def test_an_error_drops_messages_whose_memory_has_gone(hub: ChannelHub, tmp_path
         channel.get()
 
 
-def test_failing_all_closes_every_channel_there_is(hub: ChannelHub) -> None:
+def test_failing_all_closes_every_channel_there_is(hub: Hub) -> None:
     waiting = [Background(lambda name=name: make(hub, name).get()) for name in ("a", "b")]  # type: ignore[misc]
     assert all(one.waits for one in waiting)
-    fail_all(hub.local_address, ValueError("gone"))
+    fail_all(hub.endpoint.local, ValueError("gone"))
     assert all(isinstance(one.result(), ValueError) for one in waiting)
     make(hub, "new").put(1)
 
 
-def test_failing_all_for_good_closes_channels_not_used_before(hub: ChannelHub) -> None:
-    fail_all(hub.local_address, ValueError("gone"), for_good=True)
+def test_failing_all_for_good_closes_channels_not_used_before(hub: Hub) -> None:
+    fail_all(hub.endpoint.local, ValueError("gone"), for_good=True)
     with pytest.raises(ValueError, match="gone"):
         make(hub, "new").get()
 
 
 def test_closing_the_hub_releases_whoever_waits() -> None:
-    hub = ChannelHub()
+    hub = Hub("here")
     directory = Path(hub._directory.name)
     waiting = Background(lambda: make(hub).get())
     assert waiting.waits
@@ -403,17 +404,17 @@ def test_closing_the_hub_releases_whoever_waits() -> None:
     assert not directory.exists()
 
 
-def test_without_a_hub_a_wait_ends_and_says_so(hub: ChannelHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "HUB_S", 0.2)
-    channel = Channel("c", f"ipc://{hub._directory.name}/nobody", None, "here", timeout_s=0.2)
-    with pytest.raises(ChannelTimeout, match="the channel hub did not answer"):
+def test_without_a_hub_a_wait_ends_and_says_so(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HUB_S", 0.2)
+    channel = Channel("c", Endpoint(f"ipc://{hub._directory.name}/nobody", None, "here"), timeout_s=0.2)
+    with pytest.raises(HubLost, match="the channel hub did not answer"):
         channel.get()
 
 
 # ---------------------------------------------------------------------------------------------- ways
 
 
-def test_an_item_for_this_process_is_passed_by_reference(hub: ChannelHub) -> None:
+def test_an_item_for_this_process_is_passed_by_reference(hub: Hub) -> None:
     channel = make(hub, receivers=(Location.here("here"),))
     item = [object()]
     channel.put(item)
@@ -423,11 +424,11 @@ def test_an_item_for_this_process_is_passed_by_reference(hub: ChannelHub) -> Non
 def test_ends_on_different_hosts_meet_over_tcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(tmp_path)
     monkeypatch.setitem(transport._arenas, os.getpid(), arena)
-    monkeypatch.setattr(channels, "_this_host", "elsewhere")
-    hub = ChannelHub("127.0.0.1")
+    monkeypatch.setattr(connection.this_process, "host", "elsewhere")
+    hub = Hub("here", "127.0.0.1")
     try:
-        nowhere = f"ipc://{hub._directory.name}/nobody"
-        channel = Channel("c", nowhere, hub.remote_address, "here", receivers=(Location("here", -1),), timeout_s=30)
+        endpoint = Endpoint(f"ipc://{hub._directory.name}/nobody", hub.endpoint.remote, "here")
+        channel = Channel("c", endpoint, receivers=(Location("here", -1),), timeout_s=30)
         sent = np.arange(LARGE * 50)
         channel.put({"array": sent})
         got = channel.get()["array"]
@@ -442,10 +443,10 @@ def test_ends_on_different_hosts_meet_over_tcp(tmp_path: Path, monkeypatch: pyte
 def test_ends_on_a_host_of_their_own_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(tmp_path)
     monkeypatch.setitem(transport._arenas, os.getpid(), arena)
-    monkeypatch.setattr(channels, "_this_host", "elsewhere")
-    hub = ChannelHub("127.0.0.1")
+    monkeypatch.setattr(connection.this_process, "host", "elsewhere")
+    hub = Hub("here", "127.0.0.1")
     try:
-        channel = Channel("c", "ipc://", hub.remote_address, "here", receivers=(Location("elsewhere", -1),))
+        channel = Channel("c", Endpoint("ipc://", hub.endpoint.remote, "here"), receivers=(Location("elsewhere", -1),))
         channel.put(np.arange(LARGE))
         np.testing.assert_array_equal(channel.get(timeout=10), np.arange(LARGE))
         assert len(arena.blocks) == 1

@@ -138,6 +138,7 @@ def test_arrays_stream_through_a_worker(shared: tuple[Cluster, WorkerGroup]) -> 
 
 
 def test_a_worker_hands_its_timeline_over(group: WorkerGroup) -> None:
+    group.drain_trace().wait(SOON)
     group.work().wait(SOON)
     assert [[(event.track, event.name) for event in rank] for rank in group.drain_trace().result(SOON)] == [
         [("probe[0]", "work")],
