@@ -80,11 +80,15 @@ class Policy(nn.Module):
     def value(self, observation: Observation) -> Tensor:
         """Value [N]."""
 
+    def prepare(self, observation: Observation) -> Observation:
+        """What the other methods need of an observation; they take either. Tensors only, so that it can be stored."""
+        return observation
+
     def observe(self, observation: Observation, valid: Tensor) -> None:
         """Take in the observations of one iteration (leading dimensions as `valid`), for running statistics."""
 
 
-KINDS = {"mlp": "policies.mlp:MLPPolicy"}
+KINDS = {"mlp": "policies.mlp:MLPPolicy", "openvla": "policies.openvla:build"}
 
 
 def make(settings: PolicySettings, seed: int) -> Policy:

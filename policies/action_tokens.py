@@ -1,0 +1,127 @@
+"""Actions as tokens of a language model, and the statistics that give them their units back (Kim et al., 2024).
+
+Each action dimension, normalised to [-1, 1], is cut into bins; bin `b` is the `b`-th id from the end of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+OFT_EPSILON = 1e-8
+"""What OpenVLA-OFT adds to the range of an action dimension; OpenVLA adds nothing."""
+
+Gripper = Literal["as_trained", "libero", "maniskill"]
+
+
+class UnknownStatistics(KeyError):
+    """The key of a data set that the checkpoint has no statistics of."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ActionTokens:
+    """The action ids of a vocabulary.
+
+    Args:
+        vocab_size: of the tokenizer (32000 for Llama 2).
+        num_bins: number of action ids. That many edges leave one bin less: the lowest two ids mean the same value.
+
+    Attributes:
+        ids: the slice of the vocabulary that holds action ids.
+    """
+
+    def __init__(self, vocab_size: int = 32000, num_bins: int = 256) -> None:
+        self.ids = slice(vocab_size - num_bins, vocab_size)
+        self.edges = torch.from_numpy(np.linspace(-1, 1, num_bins))  # torch.linspace rounds some edges differently
+        self.centres = (self.edges[:-1] + self.edges[1:]) / 2
+
+    def encode(self, action: Tensor) -> Tensor:
+        """Normalised actions -> ids of the same shape. A value on an edge belongs to the bin above."""
+        action = action.clamp(-1, 1)
+        edges = self.edges.to(action.device)
+        return self.ids.stop - torch.bucketize(action.double(), edges, right=True)
+
+    def outside(self, ids: Tensor) -> Tensor:
+        """Which ids are no action tokens, bool of the same shape."""
+        return (ids < self.ids.start) | (ids >= self.ids.stop)
+
+    def decode(self, ids: Tensor) -> Tensor:
+        """Ids -> normalised actions of the same shape, float64.
+
+        Ids that are no action tokens become the nearest end of the range, as in the reference, with a warning.
+        """
+        outside = self.outside(ids)
+        if outside.any():
+            message = (
+                f"{int(outside.sum())} of {ids.numel()} tokens are no action tokens "
+                f"({self.ids.start} to {self.ids.stop - 1}), for example {int(ids[outside][0])}"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        bins = (self.ids.stop - 1 - ids).clamp(0, len(self.centres) - 1)
+        return self.centres.to(ids.device)[bins]
+
+
+@dataclass(frozen=True)
+class ActionStatistics:
+    """Range of each action dimension in a data set.
+
+    Attributes:
+        low, high: 1st and 99th percentile, float64 [A].
+        mask: bool [A]; the dimensions that were normalised.
+    """
+
+    low: Tensor
+    high: Tensor
+    mask: Tensor
+
+    def unnormalise(self, action: Tensor, epsilon: float = 0.0) -> Tensor:
+        """Normalised actions [..., A] -> actions in the data set's units, float64."""
+        low, high, mask = (x.to(action.device) for x in (self.low, self.high, self.mask))
+        return torch.where(mask, 0.5 * (action.double() + 1) * (high - low + epsilon) + low, action.double())
+
+
+def action_statistics(norm_stats: dict[str, Any], key: str | None) -> ActionStatistics:
+    """The action statistics of a data set.
+
+    Args:
+        norm_stats: data set -> {"action": {"q01", "q99", "mask"?}, …}, as in a checkpoint.
+        key: the data set; the form with `_no_noops` at its end is found too. None: the only one.
+
+    Raises:
+        UnknownStatistics: no such key, or none given where there are several. The message lists those known.
+    """
+    known = ", ".join(sorted(norm_stats)) or "none"
+    if key is None:
+        if len(norm_stats) != 1:
+            raise UnknownStatistics(f"name the data set whose action statistics apply; known: {known}")
+        key = next(iter(norm_stats))
+    found = next((name for name in (key, f"{key}_no_noops") if name in norm_stats), None)
+    if found is None:
+        raise UnknownStatistics(f"no action statistics of {key!r} in the checkpoint; known: {known}")
+    action = norm_stats[found]["action"]
+    low, high = (torch.tensor(action[name], dtype=torch.float64) for name in ("q01", "q99"))
+    mask = torch.tensor(action.get("mask", [True] * len(low)), dtype=torch.bool)
+    if not low.shape == high.shape == mask.shape:
+        raise ValueError(
+            f"statistics of {found!r}: q01, q99 and mask have {len(low)}, {len(high)} and {len(mask)} entries"
+        )
+    return ActionStatistics(low, high, mask)
+
+
+def gripper_command(action: Tensor, gripper: Gripper) -> Tensor:
+    """The last dimension, 0 (closed) to 1 (open) in training data, as the simulator wants it; [..., A].
+
+    `libero`: -1 opens, 1 closes, 0.5 gives 0. `maniskill`: above 0.5 is 1 (opens), else -1. `as_trained`: unchanged.
+    """
+    if gripper == "as_trained":
+        return action
+    opening = action[..., -1:]
+    command = -torch.sign(2 * opening - 1) if gripper == "libero" else torch.where(opening > 0.5, 1.0, -1.0)
+    return torch.cat([action[..., :-1], command.to(action)], dim=-1)

@@ -1,0 +1,102 @@
+"""Batches of uint8 images, resized and cropped on their own device exactly as the reference does it on the CPU.
+
+Resizing is Pillow's bicubic: fixed-point weights, columns first, rounded to 8 bits in between. The centre crop of
+evaluation is TensorFlow's `crop_and_resize`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ResizeStrategy = Literal["resize-naive", "letterbox", "resize-crop"]
+
+CROP_SIZE = 224
+"""Height and width of what `center_crop` returns, whatever the model's image size is."""
+
+_PRECISION = 22  # bits after the point of Pillow's weights
+
+
+def resize(images: Tensor, size: int, strategy: ResizeStrategy, fill: Sequence[int]) -> Tensor:
+    """Images uint8 [N, 3, H, W] -> [N, 3, size, size].
+
+    `resize-naive` ignores the aspect, `letterbox` pads to a square of colour `fill` first, `resize-crop` fits the
+    short side and cuts the centre out.
+    """
+    height, width = images.shape[-2:]
+    if strategy == "letterbox":
+        side = max(height, width)
+        rows, columns = (side - height) // 2, (side - width) // 2
+        padded = torch.tensor(fill, dtype=torch.uint8, device=images.device)[None, :, None, None]
+        padded = padded.repeat(len(images), 1, height + 2 * rows, width + 2 * columns)
+        padded[..., rows : rows + height, columns : columns + width] = images
+        return _bicubic(padded, size, size)
+    if strategy == "resize-crop":
+        short = min(height, width)
+        images = _bicubic(images, int(size * height / short), int(size * width / short))
+        top, left = (round((side - size) / 2) for side in images.shape[-2:])
+        return images[..., top : top + size, left : left + size]
+    return _bicubic(images, size, size)
+
+
+def center_crop(images: Tensor, area: float = 0.9) -> Tensor:
+    """The middle of images uint8 [N, 3, H, W], of a given share of their area, as [N, 3, CROP_SIZE, CROP_SIZE].
+
+    What a policy sees that was trained with random crops of this area. Bilinear, end to end, without antialias.
+    """
+    side = np.sqrt(np.float32(area))
+    low = (1 - side) / np.float32(2)
+    pixels = images.float() * float(np.float32(1 / 255))
+    for dim in (-1, -2):  # float32 all the way, since the last bit decides some pixels
+        span = np.float32(images.shape[dim] - 1)
+        step = np.float32((low + side - low) * span / np.float32(CROP_SIZE - 1))
+        at = torch.from_numpy(low * span + np.arange(CROP_SIZE, dtype=np.float32) * step).to(images.device)
+        first, last = (pixels.index_select(dim, index.long()) for index in (at.floor(), at.ceil()))
+        fraction = at - at.floor()
+        pixels = first + (last - first) * (fraction[:, None] if dim == -2 else fraction)
+    return (pixels.clamp(0, 1) * 255.5).to(torch.uint8)
+
+
+def normalise(images: Tensor, means: Sequence[Sequence[float]], stds: Sequence[Sequence[float]]) -> Tensor:
+    """Images uint8 [N, 3, H, W] -> float32 [N, 3 * towers, H, W], with one mean and one deviation for each tower."""
+    scaled = images.float() / 255
+    column = lambda values: torch.tensor(values, device=images.device)[:, None, None]  # noqa: E731
+    return torch.cat([(scaled - column(mean)) / column(std) for mean, std in zip(means, stds, strict=True)], dim=1)
+
+
+def _bicubic(images: Tensor, height: int, width: int) -> Tensor:
+    for dim, size in ((-1, width), (-2, height)):
+        if images.shape[dim] != size:
+            # Products of 8 and 22 bits: their sums are exact in float64.
+            weights = _bicubic_weights(images.shape[dim], size).to(images.device)
+            sums = images.double().movedim(dim, -1) @ weights.T
+            rounded = torch.floor((sums + 2 ** (_PRECISION - 1)) / 2**_PRECISION)
+            images = rounded.clamp(0, 255).to(torch.uint8).movedim(-1, dim)
+    return images
+
+
+@functools.lru_cache
+def _bicubic_weights(old: int, new: int) -> Tensor:
+    """Pillow's fixed-point weights, float64 [new, old]."""
+    scale = old / new
+    spread = max(scale, 1.0)
+    weights = np.zeros((new, old))
+    for row in range(new):
+        centre = (row + 0.5) * scale
+        first, last = max(int(centre - 2 * spread + 0.5), 0), min(int(centre + 2 * spread + 0.5), old)
+        taps = _cubic(np.abs((np.arange(first, last) - centre + 0.5) / spread))
+        taps = taps / taps.sum() * 2**_PRECISION
+        weights[row, first:last] = np.trunc(taps + np.copysign(0.5, taps))
+    return torch.from_numpy(weights)
+
+
+def _cubic(x: np.ndarray) -> np.ndarray:
+    """Keys' kernel with a = -0.5."""
+    near = (1.5 * x - 2.5) * x * x + 1
+    far = ((-0.5 * x + 2.5) * x - 4) * x + 2
+    return np.where(x < 1, near, np.where(x < 2, far, 0.0))

@@ -1,0 +1,100 @@
+"""Small models of the same classes, with random weights and a tokenizer of their own: all of it runs on a CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_ACTION_BINS = 256
+_FIRST_ACTION_CHARACTER = 0x4E00  # single characters that no instruction holds and that never merge
+
+_SENTENCES = (
+    "In: What action should the robot take to pick up the cube and put it on the plate?\nOut: ",
+    "push the cube to the goal region, pull the red ball, lift the peg, stack the green cube on the blue cube",
+    "open the top drawer of the cabinet, close the door, turn on the stove, place the black bowl in the basket",
+)
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "openvla-tiny": {
+        "model_type": "openvla",
+        "timm_model_ids": ["tiny_dinov2", "tiny_siglip"],
+        "vision_arguments": [
+            {
+                "patch_size": 14,
+                "embed_dim": 64,
+                "depth": 3,
+                "num_heads": 2,
+                "reg_tokens": 4,
+                "no_embed_class": True,
+                "init_values": 1.0,
+            },
+            {
+                "patch_size": 14,
+                "embed_dim": 48,
+                "depth": 3,
+                "num_heads": 2,
+                "class_token": False,
+                "global_pool": "map",
+            },
+        ],
+        "image_sizes": [56, 56],
+        "n_action_bins": _ACTION_BINS,
+        "pad_to_multiple_of": 64,
+        "torch_dtype": "float32",
+        "text_config": {
+            "model_type": "llama",
+            "hidden_size": 64,
+            "intermediate_size": 176,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+    }
+}
+
+
+def preset(name: str, action_size: int = 7) -> tuple[dict[str, Any], Tokenizer]:
+    """The content of a preset's `config.json`, and its tokenizer.
+
+    The one data set in its statistics is the preset's name; its actions fill [-1, 1] in every dimension.
+    """
+    tokenizer = _tokenizer()
+    size = tokenizer.get_vocab_size(with_added_tokens=False)
+    config = {**PRESETS[name], "pad_token_id": size}
+    config["text_config"] = {**config["text_config"], "vocab_size": size + config["pad_to_multiple_of"]}
+    action = {"q01": [-1.0] * action_size, "q99": [1.0] * action_size, "mask": [True] * action_size}
+    config["norm_stats"] = {name: {"action": action}}
+    return config, tokenizer
+
+
+def _tokenizer() -> Tokenizer:
+    """A tokenizer of Llama 2's kind: bytes as fallback, spaces as `▁`, action characters last."""
+    import tokenizers
+
+    special, mark = ["<unk>", "<s>", "</s>"], "▁"
+    words = sorted({word for sentence in _SENTENCES for word in sentence.replace("\n", " ").split()})
+    pieces: dict[str, None] = dict.fromkeys([*special, *(f"<0x{byte:02X}>" for byte in range(256)), mark])
+    pieces |= dict.fromkeys(chr(code) for code in range(0x21, 0x7F))
+    merges = []
+    for word in words:
+        piece = mark
+        for character in word:
+            merges.append((piece, character))
+            piece += character
+            pieces[piece] = None
+    pieces |= dict.fromkeys(chr(_FIRST_ACTION_CHARACTER + index) for index in range(_ACTION_BINS))
+    model = tokenizers.models.BPE(
+        vocab={piece: index for index, piece in enumerate(pieces)},
+        merges=list(dict.fromkeys(merges)),
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend(mark), tokenizers.normalizers.Replace(" ", mark)]
+    )
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_special_tokens(["<PAD>"])
+    return tokenizer

@@ -1,0 +1,107 @@
+"""From observations to what the model reads: resized pixels and the ids of prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policies.base import Observation
+from policies.openvla import images
+from policies.openvla.config import OpenVLAConfig
+from policies.openvla.prompts import PromptTokenizer
+
+_MEAN_STD = {"siglip": ([0.5] * 3, [0.5] * 3), "dino": ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])}
+
+
+class Processor:
+    """Prepares batches on the device where their images are.
+
+    Args:
+        config: of the model.
+        tokenizer: of its prompts.
+        written: content of the checkpoint's `preprocessor_config.json`; None: the published models' values.
+        center_crop: show the model the middle 90 % of each image, as evaluations of models do that were trained with
+            random crops.
+        view: which camera is shown.
+    """
+
+    def __init__(
+        self,
+        config: OpenVLAConfig,
+        tokenizer: PromptTokenizer,
+        written: dict[str, Any] | None = None,
+        center_crop: bool = False,
+        view: int = 0,
+    ) -> None:
+        self.written = written or _published(config)
+        self.tokenizer, self.center_crop, self.view = tokenizer, center_crop, view
+        self.size: int = config.image_size
+        self.strategy = self.written["image_resize_strategy"]
+        if self.strategy not in ("resize-naive", "letterbox", "resize-crop"):
+            raise ValueError(f"unknown image_resize_strategy {self.strategy!r}")
+        self.means, self.stds = self.written["means"], self.written["stds"]
+        self.fill = [int(255 * mean) for mean in self.means[-1]]
+
+    @staticmethod
+    def read(directory: Path) -> dict[str, Any] | None:
+        """The content of `preprocessor_config.json`, if the checkpoint has one."""
+        path = directory / "preprocessor_config.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def __call__(self, observation: Observation) -> Observation:
+        """Prepare `image` uint8 [N, V, H, W, 3] and `instruction`, N strings.
+
+        Returns:
+            `pixels` uint8 [N, 3, size, size] and `prompt` int64 [N, L] on the image's device. An observation that has
+            them is returned as it is, so they can be stored in place of what they were made from.
+
+        Raises:
+            KeyError: no image or no instruction.
+            TypeError, ValueError: an image of another type or shape, or another number of instructions.
+        """
+        if "pixels" in observation:
+            return observation
+        for key in ("image", "instruction"):
+            if key not in observation:
+                raise KeyError(
+                    f"OpenVLA reads `{key}`; the observation has {', '.join(sorted(observation)) or 'nothing'}"
+                )
+        image, instructions = torch.as_tensor(observation["image"]), observation["instruction"]
+        if image.dtype != torch.uint8:
+            raise TypeError(f"`image` is {image.dtype}; expected torch.uint8 with values from 0 to 255")
+        if image.dim() != 5 or image.shape[-1] != 3 or image.shape[1] <= self.view:
+            raise ValueError(f"`image` is {list(image.shape)}; expected [N, more than {self.view} views, H, W, 3]")
+        if isinstance(instructions, str) or len(instructions) != len(image):
+            given = "one string" if isinstance(instructions, str) else f"{len(instructions)} instructions"
+            raise ValueError(f"{given} for {len(image)} images; expected a list of one string for each")
+        return {
+            "pixels": self.resize(image[:, self.view].permute(0, 3, 1, 2)),
+            "prompt": self.tokenizer(instructions).to(image.device),
+        }
+
+    def resize(self, image: Tensor) -> Tensor:
+        """Crop and resize uint8 [N, 3, H, W] -> [N, 3, size, size]."""
+        if self.center_crop:
+            image = images.center_crop(image)
+        return images.resize(image, self.size, self.strategy, self.fill)
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Pixels uint8 [N, 3, size, size] -> what the vision towers see, float32 [N, 3 * towers, size, size]."""
+        return images.normalise(pixels, self.means, self.stds)
+
+
+def _published(config: OpenVLAConfig) -> dict[str, Any]:
+    values = [_MEAN_STD["siglip" if "siglip" in name else "dino"] for name in config.timm_ids]
+    return {
+        "image_processor_type": "PrismaticImageProcessor",
+        "image_resize_strategy": config.resize_strategy,
+        "input_sizes": [[3, config.image_size, config.image_size]] * len(values),
+        "interpolations": ["bicubic"] * len(values),
+        "means": [mean for mean, _ in values],
+        "stds": [std for _, std in values],
+        "use_fused_vision_backbone": len(values) == 2,
+    }

@@ -1,0 +1,98 @@
+"""How a checkpoint is used: the options of the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+from policies.action_tokens import Gripper
+from policies.lora import LoRASettings
+from policies.openvla.llama import Attention
+from policies.openvla.prompts import PromptStyle
+from policies.value_head import ValuePosition
+
+Dtype = Literal["float32", "bfloat16"]
+Part = Literal["vision_backbone", "projector", "language_model"]
+
+
+@dataclass(frozen=True)
+class OpenVLASettings:
+    """How a checkpoint is used.
+
+    Attributes:
+        statistics: data set whose action statistics apply; None: the checkpoint's only one.
+        epsilon: added to the range of an action dimension; 0 for OpenVLA, 1e-8 for models trained by OFT's code.
+        gripper: how the last action dimension is commanded.
+        tokenizer: directory that has the tokenizer; None: the checkpoint's.
+        prompt: style of the prompt.
+        prompt_length: prompts are filled up to it; None: to the longest of a batch.
+        center_crop: show the middle 90 % of the image.
+        view: which camera is shown.
+        dtype: of the network; None: as stored. The value head and adapters are float32.
+        attention: implementation, in the vision towers and in the language model.
+        gradient_checkpointing: recompute activations in the backward pass.
+        compile: run the language model's layers through `torch.compile`.
+        temperature, top_k, top_p: see `Sampling`.
+        value_position, value_hidden: see `ValueHead`.
+        lora: adapters to train; everything but them and the value head is then frozen.
+        adapter: directory of a stored adapter to go on from, instead of `lora`.
+        frozen: parts that are not trained.
+    """
+
+    statistics: str | None = None
+    epsilon: float = 0.0
+    gripper: Gripper = "as_trained"
+    tokenizer: str | None = None
+    prompt: PromptStyle = "openvla"
+    prompt_length: int | None = None
+    center_crop: bool = False
+    view: int = 0
+    dtype: Dtype | None = None
+    attention: Attention = "sdpa"
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    value_position: ValuePosition = "first"
+    value_hidden: tuple[int, ...] = (512, 128)
+    lora: LoRASettings | None = None
+    adapter: str | None = None
+    frozen: tuple[Part, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require("attention", self.attention, get_args(Attention))
+        _require("dtype", self.dtype, (None, *get_args(Dtype)))
+        _require("gripper", self.gripper, get_args(Gripper))
+        for part in self.frozen:
+            _require("frozen", part, get_args(Part))
+        given = [name for name in ("lora", "adapter", "frozen") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given; adapters freeze all else, `adapter` is a stored one")
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """`dtype` as PyTorch's."""
+        return None if self.dtype is None else getattr(torch, self.dtype)
+
+    @staticmethod
+    def from_options(options: dict[str, Any]) -> OpenVLASettings:
+        """From a dictionary; `lora` may be one too.
+
+        Raises:
+            ValueError: an option that does not exist, or has a value that it may not have.
+        """
+        for kind, given in ((OpenVLASettings, options), (LoRASettings, options.get("lora"))):
+            known = [field.name for field in fields(kind)]
+            unknown = sorted(set(given) - set(known)) if isinstance(given, dict) else []
+            if unknown:
+                raise ValueError(f"unknown options {unknown} of {kind.__name__}; known: {', '.join(known)}")
+        lora = options.get("lora")
+        return OpenVLASettings(**{**options, "lora": LoRASettings(**lora) if isinstance(lora, dict) else lora})
+
+
+def _require(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}")

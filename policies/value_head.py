@@ -1,0 +1,41 @@
+"""A critic that shares the trunk of a language model: a small network on its hidden states (RL4VLA, 2505.19789)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+ValuePosition = Literal["first", "last", "mean"]
+
+
+class ValueHead(nn.Module):
+    """Value of the hidden states that predict the tokens of an action.
+
+    Args:
+        width: of the hidden states.
+        hidden: widths of the layers between.
+        position: which of the states is read. `first`: the last prompt token, which no action influences; best in
+            RL4VLA's comparison. `last`: the one that predicts the last action token. `mean`: of all.
+    """
+
+    def __init__(self, width: int, hidden: tuple[int, ...] = (512, 128), position: ValuePosition = "first") -> None:
+        super().__init__()
+        if position not in ("first", "last", "mean"):
+            raise ValueError(f"unknown value position {position!r}; expected first, last or mean")
+        self.position = position
+        layers: list[nn.Module] = []
+        for size in hidden:
+            layers += [nn.Linear(width, size), nn.GELU()]
+            width = size
+        self.layers = nn.Sequential(*layers, nn.Linear(width, 1, bias=False))
+        for layer in self.layers:
+            if isinstance(layer, nn.Linear):
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+                if layer.bias is not None:
+                    nn.init.zeros_(layer.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, tokens, width] -> value float32 [N]. Under `first`, later states may be left out."""
+        state = {"first": hidden[:, 0], "last": hidden[:, -1], "mean": hidden.mean(1)}[self.position]
+        return self.layers(state.float()).squeeze(-1)
