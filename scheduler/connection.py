@@ -21,6 +21,9 @@ from scheduler.trace import Trace
 
 Frames = list[Any]  # bytes, or memoryviews of what is large
 HUB_S = 10.0  # how long the hub may take to answer what it need not wait for
+SILENCE_S = 60.0  # how long it may be silent, because the driver was stopped for example, while somebody waits
+CHECK_S = 1.0  # who waits asks so often whether the hub is there
+GREETING = b"hello"
 
 
 class HubLost(ConnectionError):
@@ -71,11 +74,13 @@ class Client:
         self._socket.connect(address)
         self._address = address
         self._numbers = itertools.count()
+        self._name, self._unanswered = b"", 0
+        self._greet()
 
     def request(self, frames: list, timeout: float = HUB_S, cancel: list | None = None) -> Frames:
         """Send and wait for the answer; after the time limit, seconds, the request is withdrawn by `cancel`.
 
-        Raises HubLost if the hub does not answer.
+        Raises HubLost if the hub does not answer, or the connection breaks: what was on its way is lost then.
         """
         try:
             number = self._send(frames)
@@ -84,7 +89,7 @@ class Client:
                 withdrawal = self._send([*cancel, number])
                 answer = self._receive([number, withdrawal], HUB_S)  # the answer may have been on its way
             if answer is None:
-                raise HubLost(f"the channel hub did not answer for {HUB_S:g} s; has the driver ended?")
+                raise HubLost(f"the hub has not answered for {HUB_S:g} s; has the driver ended?")
             return answer[1:]
         except BaseException:  # the hub must not deliver to a request that nobody waits for any more
             self.close()
@@ -102,11 +107,31 @@ class Client:
 
     def _receive(self, wanted: Collection[bytes], timeout: float) -> Frames | None:
         deadline = time.monotonic() + timeout
-        while self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
-            answer = receive(self._socket)
-            if answer[0] in wanted:
-                return answer
-        return None
+        while True:
+            left = deadline - time.monotonic()
+            if self._socket.poll(max(0, int(1000 * min(left, CHECK_S)))):
+                answer = receive(self._socket)
+                if answer[0] in wanted:
+                    return answer
+                if answer[0] == GREETING:
+                    self._check_name(answer[1])
+            elif left <= CHECK_S:
+                return None
+            else:
+                self._greet()
+
+    def _greet(self) -> None:
+        """Ask by what name the hub knows this connection. A new one has been made underneath if it changes."""
+        if self._unanswered * CHECK_S > SILENCE_S:
+            raise HubLost(f"the hub has not answered for {SILENCE_S:g} s; has the driver ended?")
+        self._unanswered += 1
+        self._socket.send_multipart([GREETING, GREETING])
+
+    def _check_name(self, name: bytes) -> None:
+        self._unanswered = 0
+        if self._name and name != self._name:
+            raise HubLost("the connection to the hub broke, and what was on its way is lost")
+        self._name = name
 
 
 _thread = threading.local()

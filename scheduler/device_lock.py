@@ -169,7 +169,7 @@ class DeviceLock:
         client = self._endpoint.connect()
         reply = client.request([verb, head]) if timeout is None else client.request([verb, head], timeout, [b"unlease"])
         if reply[0] == b"failed":
-            raise load_error(reply[1]) if reply[1] else HubLost("the channel hub has been closed")
+            raise load_error(reply[1]) if reply[1] else HubLost("the hub has been closed")
         return reply
 
 

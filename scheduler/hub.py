@@ -19,7 +19,7 @@ import msgpack
 import zmq
 
 from scheduler import transport
-from scheduler.connection import HUB_S, Endpoint, Frames, connect, dump_error, receive
+from scheduler.connection import GREETING, HUB_S, Endpoint, Frames, connect, dump_error, receive
 from scheduler.device_lock import Holder, LeaseTable, Request
 
 Ticket = tuple[bytes, bytes]  # the client that asks, and the number of its request
@@ -136,7 +136,9 @@ class Hub:
                     self._reply(ticket, [b"failed", dump_error(error)])
 
     def _handle(self, ticket: Ticket, verb: bytes, frames: Frames) -> None:
-        if verb in (b"put", b"get", b"size", b"cancel", b"close"):
+        if verb == GREETING:
+            self._reply(ticket, [ticket[0]])
+        elif verb in (b"put", b"get", b"size", b"cancel", b"close"):
             self._handle_channel(ticket, verb, frames)
         elif verb in (b"lease", b"release", b"wanted"):
             self._handle_lease(ticket, verb, frames[0])

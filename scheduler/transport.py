@@ -89,7 +89,7 @@ def pack(obj: Any, way: Way) -> list[bytes | memoryview]:
 def unpack(frames: Sequence[Any]) -> Any:
     """Rebuild the object of `pack`; arrays that lay in shared memory are views of it.
 
-    Raises ConnectionError if the sender's shared memory is gone.
+    Raises ConnectionError if the sender's shared memory is gone or damaged.
     """
     way, *rest = msgpack.unpackb(frames[0])
     if way == "reference":
@@ -340,6 +340,8 @@ def _alive(pid: int) -> bool:
 def _hold(name: str, size: int) -> np.ndarray:
     """A received block as bytes; the sender may reuse it when the last view of this array is gone."""
     memory = _attach(name, size)
+    if memory.size() < size:  # reading past its end would kill this process
+        raise ConnectionError(f"{name} has been cut to {memory.size()} of its {size} bytes")
     HEADER.pack_into(memory, 0, os.getpid())
     whole = np.frombuffer(memory, np.uint8)
     weakref.finalize(whole, _release, memory, os.getpid()).atexit = False
@@ -359,5 +361,7 @@ def _attach(name: str, size: int) -> mmap.mmap:
         raise ConnectionError(f"the process that sent this message has ended: {name} is gone") from None
     try:
         return mmap.mmap(descriptor, size)
+    except ValueError as error:
+        raise ConnectionError(f"{name} cannot be read: {error}") from None
     finally:
         os.close(descriptor)
