@@ -124,6 +124,54 @@ def evaluate(
 
 
 @app.command()
+def plan(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RECIPE KEY=VALUE", help="As for `train`. Default recipe: maniskill_pushcube_ppo."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="16x8xH100", help="Plan for such devices (NODESxDEVICESxKIND) instead of this machine."),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measured profile, such as a run's profile.yaml; default: this machine's."),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also the best collocated and the best disaggregated plan, side by side.")
+    ] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw the predicted timeline.")] = None,
+) -> None:
+    """Show where and when each worker would run, and how long it would take. Starts nothing.
+
+    From times that runs of the recipe have measured. For example: embodied-rl plan cartpole_ppo --compare
+    """
+    with _interruptible():
+        from embodied_rl.consistency import consistency_faults
+        from embodied_rl.faults import Fault, defaulted_keys
+        from embodied_rl.planning import find_profile, how_to_measure, print_plan
+        from embodied_rl.recipe import DEFAULT_RECIPE, load_recipe
+        from scheduler.device_space import PlanError
+        from scheduler.profile import ProfileError
+
+        words = list(words or [])
+        recipe = words.pop(0) if words and _is_recipe(words[0]) else DEFAULT_RECIPE
+        config, faults = load_recipe(recipe, words)
+        if faults := [*faults, *consistency_faults(config, defaulted_keys(faults))]:
+            _refuse(faults, "planning")
+        try:
+            known = find_profile(config, profile)
+        except ProfileError as error:
+            _refuse([Fault("profile", None, str(error), how_to_measure(recipe))], "planning")
+        try:
+            print_plan(config, known, cluster, compare, svg)
+        except PlanError as error:
+            _refuse([Fault("plan", None, str(error))], "planning")
+        except ValueError as error:
+            _refuse([Fault("--cluster", cluster, str(error))], "planning")
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     curve: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw the learning curve.")] = None,

@@ -7,6 +7,7 @@ This module imports nothing heavy: `--dry-run` depends on it.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -89,8 +90,9 @@ class RolloutConfig(Section):
     steps: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
         default=36, description="env steps of each env in one iteration; chunk steps times chunk length"
     )
-    pipeline_stages: Annotated[int, Field(ge=1, le=1000)] = Field(
-        default=2, description="groups of envs: one steps while another is inferred"
+    pipeline_stages: Annotated[int, Field(ge=1, le=1000)] | Literal["auto"] = Field(
+        default=2,
+        description="groups of envs: one steps while another is inferred; auto: planned, with `deterministic: true`",
     )
 
 
@@ -167,6 +169,11 @@ class ClusterConfig(Section):
     timeout_s: Annotated[float, Field(gt=0)] = Field(default=600.0, description="longest wait for a worker in one call")
 
 
+def first_placement(placement: str) -> str:
+    """Where the worker groups are before a plan moves them."""
+    return "actor, rollout, env: all" if placement == "auto" else placement
+
+
 class Config(Section):
     """One run. See `recipes/` for examples."""
 
@@ -177,7 +184,10 @@ class Config(Section):
         default=False, description="infer in fixed blocks, so that results do not depend on pipeline stages"
     )
     inference_block: Positive = Field(default=1, description="envs in one inference block under `deterministic`")
-    placement: str = Field(default="actor, rollout, env: all", description="which devices each worker group uses")
+    placement: str = Field(
+        default="auto",
+        description="which devices each worker group uses; auto: planned from measurements, on all devices until then",
+    )
     env: EnvConfig = EnvConfig()
     policy: PolicyConfig = PolicyConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -186,6 +196,19 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def pipeline_choices(self) -> tuple[int, ...]:
+        """The numbers of pipeline groups of each env worker that a plan may choose from."""
+        if self.rollout.pipeline_stages != "auto":
+            return (self.rollout.pipeline_stages,)
+        whole = math.lcm(self.algorithm.group_size if self.algorithm.name == "grpo" else 1, self.inference_block)
+        return tuple(groups for groups in (1, 2, 4) if self.env.num_envs % (groups * whole) == 0) or (1,)
+
+    @property
+    def initial_placement(self) -> str:
+        """Where the worker groups are before anything has been measured."""
+        return first_placement(self.placement)
 
     @property
     def chunk_steps(self) -> int:

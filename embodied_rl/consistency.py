@@ -30,6 +30,7 @@ def consistency_faults(config: Config, defaulted: Collection[str] = ()) -> list[
     """Faults between keys; checks that involve a key in `defaulted` are left out."""
     checks = (
         _env_counts,
+        _pipeline,
         _steps,
         _batches,
         _algorithm,
@@ -58,7 +59,7 @@ def episode_fault(config: Config, horizon: int, source: str) -> Fault | None:
 
 def _env_counts(config: Config) -> Iterator[Finding]:
     """An env worker holds its share of the envs, cut into pipeline stages; each part has whole groups and blocks."""
-    envs, stages, ranks = config.env.num_envs, config.rollout.pipeline_stages, _env_ranks(config)
+    envs, stages, ranks = config.env.num_envs, max(config.pipeline_choices), _env_ranks(config)
     group, block = config.algorithm.group_size, config.inference_block
     grpo = config.algorithm.name == "grpo"
     parts = stages * ranks
@@ -94,9 +95,20 @@ def _env_ranks(config: Config) -> int:
     """The number of env workers; 1 if the placement is at fault or the devices are not known."""
     devices = visible_devices(config)
     try:
-        return len(parse_placement(config.placement, devices[0], GROUPS, devices[1])["env"].ranks) if devices else 1
+        return (
+            len(parse_placement(config.initial_placement, devices[0], GROUPS, devices[1])["env"].ranks)
+            if devices
+            else 1
+        )
     except ValueError:
         return 1
+
+
+def _pipeline(config: Config) -> Iterator[Finding]:
+    if config.rollout.pipeline_stages == "auto" and not config.deterministic:
+        problem = "would let timings decide how batches are cut, and with them the last digits of every result"
+        fault = Fault("rollout.pipeline_stages", "auto", problem, "nearest valid: 2; or deterministic true")
+        yield ("rollout.pipeline_stages", "deterministic"), fault
 
 
 def _steps(config: Config) -> Iterator[Finding]:
@@ -180,7 +192,7 @@ def _placement(config: Config) -> Iterator[Finding]:
     # A cluster's devices are counted when it is joined; here any number may exist.
     count, kind = visible_devices(config) or (2**12, "gpu")
     try:
-        parse_placement(config.placement, count, GROUPS, kind)
+        parse_placement(config.initial_placement, count, GROUPS, kind)
     except ValueError as error:
         fault = Fault("placement", config.placement, str(error), "for example: actor, rollout, env: all")
         yield ("placement", "cluster.cpu_slots", "cluster.address"), fault

@@ -1,7 +1,7 @@
 """The batches that cross worker boundaries, with their shapes.
 
 T chunk steps, N envs (n of them in one stream), C actions in a chunk, A action dimensions.
-A stream is one pipeline stage of one env worker: what is stepped, inferred and sent as one batch.
+A stream is one pipeline group of one env worker: what is stepped, inferred and sent as one batch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,6 @@ from torch import Tensor
 from envs.base import ChunkResult, Episode, Observation
 
 
-@dataclass(frozen=True)
-class StreamId:
-    """Which env worker and which of its pipeline stages."""
-
-    env_rank: int
-    stage: int
-
-    @property
-    def key(self) -> str:
-        """The channel key of this stream."""
-        return f"{self.env_rank}.{self.stage}"
-
-
 @dataclass
 class Observed:
     """Env to rollout: the observation to act on, and the outcome of the chunk before (None at the start).
@@ -36,7 +23,6 @@ class Observed:
     `slots` [n] and `draws` [n] say which random numbers each env takes next.
     """
 
-    stream: StreamId
     step: int
     observation: Observation
     slots: np.ndarray
@@ -58,7 +44,6 @@ class Trajectories:
         env_ids: [n].
     """
 
-    stream: StreamId
     observation: dict[str, Tensor]
     token: Tensor
     logprob: Tensor
@@ -74,8 +59,7 @@ class Trajectories:
 
     @staticmethod
     def concatenate(parts: list[Trajectories]) -> Trajectories:
-        """Streams side by side, in their order, as one [T, N]."""
-        parts = sorted(parts, key=lambda part: (part.stream.env_rank, part.stream.stage))
+        """Streams side by side as one [T, N]."""
         joined: dict[str, Any] = {
             name: torch.cat([getattr(part, name) for part in parts], dim=1)
             for name in (
@@ -93,7 +77,7 @@ class Trajectories:
         }
         observation = {key: torch.cat([part.observation[key] for part in parts], dim=1) for key in parts[0].observation}
         env_ids = torch.cat([part.env_ids for part in parts])
-        return Trajectories(stream=parts[0].stream, observation=observation, env_ids=env_ids, **joined)
+        return Trajectories(observation=observation, env_ids=env_ids, **joined)
 
 
 @dataclass

@@ -44,7 +44,7 @@ class Plan:
 def make_plan(config: Config) -> Plan:
     """The plan of a configuration without faults. A cluster to join is taken to have one GPU."""
     count, kind = visible_devices(config) or (1, "gpu")
-    placed = parse_placement(config.placement, count, GROUPS, kind)
+    placed = parse_placement(config.initial_placement, count, GROUPS, kind)
     env_ranks = placed["env"].ranks
     envs = math.ceil(config.env.num_envs / len(env_ranks))
     processes = config.env.processes or len(env_ranks[0])

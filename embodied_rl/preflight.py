@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from embodied_rl.checkpoint import latest_checkpoint, read_manifest
-from embodied_rl.config import Config
+from embodied_rl.config import Config, first_placement
 from embodied_rl.consistency import GROUPS, episode_fault, visible_devices
 from embodied_rl.faults import Fault, any_of, show
 from embodied_rl.runs import runs_in
@@ -171,7 +171,8 @@ def _rank_faults(config: Config, old_placement: str, checkpoint: Path, hint: str
     if devices is None:
         return []
     try:
-        old, new = (parse_placement(text, devices[0], GROUPS, devices[1]) for text in (old_placement, config.placement))
+        texts = (first_placement(old_placement), config.initial_placement)
+        old, new = (parse_placement(text, devices[0], GROUPS, devices[1]) for text in texts)
     except ValueError:  # this machine has other devices than the old one, or the placement is a fault of its own
         return []
     return [

@@ -1,12 +1,9 @@
-"""The worker groups of an embodied run and the channels between them.
-
-env --observations--> rollout --trajectories--> actor
-    <----actions-----         <-----weights----
-"""
+"""The worker groups of an embodied run, and the flows that they work in (see `embodied_rl.flows`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +11,17 @@ import numpy as np
 
 from embodied_rl.config import Config
 from embodied_rl.data import RolloutReport
+from embodied_rl.flows import evaluation_flow, training_flow, weights_flow
 from embodied_rl.workers.actor import ActorWorker
 from embodied_rl.workers.env import EnvWorker
 from embodied_rl.workers.rollout import RolloutWorker
 from envs.base import EnvSpec, Episode
-from scheduler.channel import Channel
 from scheduler.cluster import Cluster
+from scheduler.execute import Schedule
+from scheduler.executor import Executor
 from scheduler.placement import parse_placement
+from scheduler.plan import Plan
+from scheduler.profile import Profile
 from scheduler.trace import Event
 from scheduler.worker import Handle, Worker, WorkerGroup, wait_all
 
@@ -28,32 +29,48 @@ GROUPS = ("actor", "rollout", "env")
 CLASSES: dict[str, type[Worker]] = {"actor": ActorWorker, "rollout": RolloutWorker, "env": EnvWorker}
 
 
+@dataclass
+class TeamIteration:
+    """One rollout and the update from it."""
+
+    rollout: RolloutReport
+    policy_calls: int
+    learned: dict[str, float]
+    schedule: dict[str, float]
+
+
 class Team:
     """Started worker groups. Every call raises WorkerFailed or WorkerDied with the first cause.
 
     Args:
         groups: which to start; an evaluation needs no actor.
+        profile: what earlier runs have measured; this one adds to it.
     """
 
-    def __init__(self, config: Config, cluster: Cluster, groups: Sequence[str] = GROUPS) -> None:
+    def __init__(
+        self, config: Config, cluster: Cluster, groups: Sequence[str] = GROUPS, profile: Profile | None = None
+    ) -> None:
         self.config, self.timeout_s = config, config.cluster.timeout_s
-        placement = parse_placement(config.placement, len(cluster.devices), GROUPS, cluster.kind)
+        placement = parse_placement(config.initial_placement, len(cluster.devices), GROUPS, cluster.kind)
         launched = {name: cluster.launch(name, CLASSES[name], placement[name], config) for name in groups}
         cluster.await_start(list(launched.values()))
         self.groups: dict[str, WorkerGroup] = {name: group for name, (group, _) in launched.items()}
         self.env, self.rollout = self.groups["env"], self.groups["rollout"]
         self.spec: EnvSpec = self.env.spec().result(self.timeout_s)[0]
         self._wait([self.groups[name].build(self.spec) for name in groups if name != "env"])
-        self.streams = len(self.env) * config.rollout.pipeline_stages
-        self.observations = self._channel(cluster, "observations", self.env, self.rollout)
-        self.actions = self._channel(cluster, "actions", self.rollout, self.env)
+        envs = config.env.num_envs
+        self._evaluation = Executor(evaluation_flow(config, self.env, self.rollout), envs)
         if "actor" in self.groups:
             self.actor = self.groups["actor"]
-            self.trajectories = self._channel(cluster, "trajectories", self.rollout, self.actor)
-            self.weights = self._channel(cluster, "weights", self.actor, self.rollout)
+            self._weights = Executor(weights_flow(self.rollout, self.actor), 1)
+            training = Executor(training_flow(config, self.env, self.rollout, self.actor), envs)
+            fixed = config.placement != "auto"
+            self.schedule = Schedule(training, profile or Profile(), fixed, accepts=self._can_run)
 
-    def _channel(self, cluster: Cluster, name: str, producers: WorkerGroup, consumers: WorkerGroup) -> Channel:
-        return cluster.channel(name, max(4, 2 * self.streams), producers, consumers)
+    def _can_run(self, plan: Plan) -> bool:
+        """Whether the envs divide among the env workers of a plan, and their groups among its pipeline groups."""
+        place = parse_placement(plan.placement_text, plan.num_devices, GROUPS, self.env.cluster.kind)["env"]
+        return self.config.env.num_envs % (len(place.ranks) * max(self.config.pipeline_choices)) == 0
 
     def _wait(self, handles: list[Handle]) -> list[list[Any]]:
         wait_all(handles, self.timeout_s)
@@ -66,34 +83,28 @@ class Team:
             ids |= {f"{self.env.worker_name(rank)}.p{number}": pid for number, pid in enumerate(pids)}
         return ids
 
-    # ------------------------------------------------------------------------------------------ one iteration
+    # ------------------------------------------------------------------------------------------ the flows
 
     def sync_weights(self) -> None:
-        """Bring the actor's parameters to the rollout workers."""
-        receivers = len(self.rollout)
-        self._wait([self.actor.publish_weights(self.weights, receivers), self.rollout.load_weights(self.weights)])
+        """Bring the actor's parameters to the rollout workers, where no update has."""
+        self._weights.iterate({"request": [None]})
 
-    def iterate(self, iteration: int) -> tuple[RolloutReport, int, dict[str, float]]:
-        """One rollout and the update from it: (env report, policy calls, actor metrics)."""
-        reports, calls, metrics = self._wait(
-            [
-                self.env.rollout(self.observations, self.actions, len(self.rollout)),
-                self.rollout.generate(
-                    self.observations, self.actions, self.trajectories, self.streams, len(self.actor)
-                ),
-                self.actor.update(self.trajectories, self.streams, iteration),
-            ]
+    def iterate(self, iteration: int, left: int) -> TeamIteration:
+        """One iteration of the training flow, of which `left` will be run, under the best plan known."""
+        self.schedule.executor.number = iteration
+        done, metrics = self.schedule.iterate(left=left)
+        reports = done.reports
+        return TeamIteration(
+            RolloutReport.merge(reports["env.rollout"]),
+            sum(reports["rollout.generate"]),
+            reports["actor.update"][0],
+            metrics,
         )
-        return RolloutReport.merge(reports), sum(calls), metrics[0]
 
     def evaluate(self, episodes: int, base_seed: int, deterministic: bool) -> list[Episode]:
         """Run evaluation episodes, each seed once; sorted by seed, with their actions."""
-        found, _ = self._wait(
-            [
-                self.env.evaluate(self.observations, self.actions, len(self.rollout), episodes, base_seed),
-                self.rollout.serve(self.observations, self.actions, deterministic, len(self.env)),
-            ]
-        )
+        arguments = {"env.evaluate": (episodes, base_seed), "rollout.serve": (deterministic,)}
+        found = self._evaluation.iterate(arguments=arguments).reports["env.evaluate"]
         return sorted((episode for rank in found for episode in rank), key=lambda episode: episode.seed)
 
     def render(self, episodes: list[Episode]) -> list[np.ndarray]:
@@ -105,13 +116,13 @@ class Team:
 
     def save(self, run_dir: Path, step: int, state: dict[str, Any]) -> Path:
         """Write a checkpoint and return its path."""
-        envs = self.env.save().result(self.timeout_s)
+        envs = self.env.state().result(self.timeout_s)
         return self.actor.save(run_dir, step, state, envs).result(self.timeout_s)[0]
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
         """Go on from a checkpoint; returns the driver's state stored in it."""
         state, envs = self.actor.load(checkpoint).result(self.timeout_s)[0]
-        self.env.load.sharded([((saved,), {}) for saved in envs]).wait(self.timeout_s)
+        self.env.restore(envs).wait(self.timeout_s)
         return state
 
     def load_policy(self, checkpoint: Path) -> None:

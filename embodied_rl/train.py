@@ -26,12 +26,14 @@ from embodied_rl.evaluate import (
     record_videos,
     write_record,
 )
+from embodied_rl.profiles import known_profile, save_profile
 from embodied_rl.progress import TrainProgress, duration
 from embodied_rl.report import write_report
 from embodied_rl.team import Team
 from embodied_rl.tracking import Tracker
 from envs.base import EnvError
 from scheduler.cluster import Cluster
+from scheduler.execute import Replan
 from scheduler.trace import Event, busy_seconds, write_chrome_trace
 
 logger = logging.getLogger(__name__)
@@ -87,13 +89,16 @@ def train(config: Config, run_dir: Path, resume: bool, command: str) -> int:
             str(log_file.absolute()),
         ) as cluster:
             interrupt_on_termination()
-            training = Training(config, run_dir, tracker, Team(config, cluster))
+            profile = known_profile(config)
+            training = Training(config, run_dir, tracker, Team(config, cluster, profile=profile))
             try:
                 if checkpoint:
                     training.load(checkpoint)
                 training.run()
             finally:
                 training.write_trace()
+                if profile.samples:
+                    save_profile(profile, run_dir)
         _print_results(run_dir, tracker, training)
         return 0
     write_report(run_dir)
@@ -140,17 +145,21 @@ class Training:
 
     def _iterate(self) -> dict[str, float]:
         start = time.monotonic()
-        report, policy_calls, learned = self.team.iterate(self.iteration)
-        self.team.sync_weights()
+        changes = len(self.team.schedule.changes)
+        done = self.team.iterate(self.iteration, self.config.train.iterations - self.iteration)
         end = time.monotonic()
+        report = done.rollout
         self.iteration += 1
+        for change in self.team.schedule.changes[changes:]:
+            self._take_note(change)
         self.events.append(Event("driver", f"iteration {self.iteration}", "mark", start, end))
         self.env_steps += report.env_steps
         self.episodes += len(report.episodes)
         metrics = {
             **self._rollout_metrics(report),
-            **learned,
-            **self._performance(report, policy_calls, start, end),
+            **done.learned,
+            **done.schedule,
+            **self._performance(report, done.policy_calls, start, end),
         }
         metrics |= self._evaluate_if_due()
         self.tracker.log(self.iteration, metrics)
@@ -159,6 +168,15 @@ class Training:
         if is_last or is_best or self.iteration % self.config.train.checkpoint_every == 0:
             self._save()
         return metrics
+
+    def _take_note(self, change: Replan) -> None:
+        """A new plan: said, written beside the run's other files, and marked in the timeline."""
+        self._write_processes()
+        plan, now = change.plan, time.monotonic()
+        (self.run_dir / "plan.yaml").write_text(plan.to_yaml())
+        groups = "".join(f", S = {groups}" for groups in plan.loop_groups.values())
+        print(f"plan from iteration {change.iteration + 1}: {plan.placement_text}{groups}: {change.reason}", flush=True)
+        self.events.append(Event("driver", "new plan", "mark", now, now, {"plan": str(plan), "why": change.reason}))
 
     def _rollout_metrics(self, report: RolloutReport) -> dict[str, float]:
         metrics = evaluation_metrics(report.episodes, self.team.spec.has_success, "rollout")

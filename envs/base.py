@@ -145,7 +145,7 @@ class ChunkResult:
         lost: [N]; the env's process was replaced: nothing of this chunk happened and its episode is gone. With
             auto-reset its next one has begun, without it the env is frozen.
         episodes: the episodes that ended.
-        spans: (process, start, end) of simulation work, in seconds of `time.monotonic`.
+        spans: (process, start, end, cpu) of simulation work: seconds of `time.monotonic`, and processor seconds.
     """
 
     observation: Observation
@@ -157,7 +157,7 @@ class ChunkResult:
     ended: np.ndarray
     lost: np.ndarray
     episodes: list[Episode]
-    spans: list[tuple[int, float, float]] = field(default_factory=list)
+    spans: list[tuple[int, float, float, float]] = field(default_factory=list)
 
 
 class VectorEnv(ABC):

@@ -169,9 +169,9 @@ class PooledVectorEnv(VectorEnv):
             raise RuntimeError("chunk_step_wait without a chunk step in flight")
         answers = self._collect()
         self._stepping = False
-        episodes = [episode for _, (found, _, _) in sorted(answers.items()) for episode in found]
+        episodes = [episode for _, (found, *_) in sorted(answers.items()) for episode in found]
         result = self.buffers.result(self.spec.instruction, episodes, self._lost.copy())
-        result.spans = [(number, start, end) for number, (_, start, end) in answers.items()]
+        result.spans = [(number, *times) for number, (_, *times) in answers.items()]
         self._lost[:] = False
         for number in answers:
             self.failures[number] = 0

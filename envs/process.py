@@ -6,7 +6,7 @@ does (the pipe closes), and answers commands in the order they come:
     ("make", set, VectorArgs)       -> EnvSpec
     ("attach", set, path, spec, num_envs, chunk, first, last)
     ("reset", set, rows, seeds, init_state_ids)
-    ("chunk", set)                  -> (episodes, start, end)
+    ("chunk", set)                  -> (episodes, start, end, cpu seconds)
     ("state", set), ("restore", set, state), ("close", set)
     ("render", settings, episodes)
 """
@@ -50,11 +50,11 @@ class EnvProcess:
     def reset(self, key: int, rows: Sequence[int], seeds: Sequence[int] | None, init_ids: Sequence[int] | None) -> None:
         self.sets[key].reset(rows, seeds, init_ids)
 
-    def chunk(self, key: int) -> tuple[list[Episode], float, float]:
-        start = time.monotonic()
+    def chunk(self, key: int) -> tuple[list[Episode], float, float, float]:
+        start, cpu = time.monotonic(), time.process_time()
         env = self.sets[key]
         episodes = env.run_chunk(env.buffers.action)
-        return episodes, start, time.monotonic()
+        return episodes, start, time.monotonic(), time.process_time() - cpu
 
     def state(self, key: int) -> list[dict[str, Any]]:
         return self.sets[key].state()

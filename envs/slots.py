@@ -149,10 +149,10 @@ class SlotVectorEnv(base.VectorEnv):
         if self._pending is None:
             raise RuntimeError("chunk_step_wait without a chunk step in flight")
         finish, self._pending = self._pending, None
-        start = time.monotonic()
+        start, cpu = time.monotonic(), time.process_time()
         episodes = finish()
         result = self.buffers.result(self.spec.instruction, episodes)
-        result.spans = [(0, start, time.monotonic())]
+        result.spans = [(0, start, time.monotonic(), time.process_time() - cpu)]
         return result
 
     def state(self) -> list[dict[str, Any]]:

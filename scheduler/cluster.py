@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -106,6 +107,7 @@ class Cluster:
             actor_class = named.options(num_cpus=0, scheduling_strategy=strategy, max_restarts=0)
             actors.append(actor_class.remote(worker_class, own, args, kwargs))
         group = WorkerGroup(name, worker_class, actors, self.hub.endpoint.local, placement, (args, kwargs))
+        group.cluster = self
         self.groups.append(group)
         return group, Handle(group, [actor.start.remote() for actor in actors])
 
@@ -116,6 +118,7 @@ class Cluster:
         """
         import ray
 
+        begun = time.monotonic()
         states = group.state().result(self.timeout_s)
         args, kwargs = group._args
         successor, start = self.launch(group.name, group._worker_class, placement, *args, **kwargs)
@@ -128,6 +131,7 @@ class Cluster:
             raise
         finally:
             self.groups.remove(successor)
+        successor.start_s = time.monotonic() - begun
         predecessors, ranks = group.actors, len(group)
         group.become(successor)
         with suppress(ray.exceptions.RayError):
@@ -137,7 +141,10 @@ class Cluster:
 
     def await_start(self, launched: list[tuple[WorkerGroup, Handle]]) -> None:
         """Wait until the launched groups are constructed. Raises the first cause of a failure."""
+        begun = time.monotonic()
         wait_all([handle for _, handle in launched], self.timeout_s)
+        for group, _ in launched:
+            group.start_s = time.monotonic() - begun
         for group, handle in launched:
             group.locations = handle.result()
 

@@ -194,12 +194,13 @@ class Costs:
         self, node: Node, first: Devices, second: Devices, waves: int, groups: int, first_s: float, second_s: float
     ) -> LoopShape:
         names = (node.calls[0].name, node.calls[1].name)
-        shares = [
+        busy = [
             float(self.profile.model(name).busy_share(len(devices)))
             for name, devices in zip(names, (first, second), strict=True)
         ]
         hop = self.profile.hops.get(node.name, 0.0)
-        return LoopShape(*names, first, second, node.steps, waves, groups, first_s, second_s, *shares, hop)
+        times = (first_s, second_s, busy[0], busy[1], hop)
+        return LoopShape(*names, first, second, node.steps, waves, groups, *times)
 
     def _allowed(self, node: Node) -> NDArray[np.bool_]:
         """[B] a gathering stage takes the whole iteration, others multiples of their granularity."""

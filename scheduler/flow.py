@@ -41,6 +41,18 @@ class Method(Protocol):
 
 
 @dataclass(frozen=True)
+class PlannedGroup:
+    """Stands for a worker group that has not been started: flows can be declared with it and planned, but not run."""
+
+    name: str
+
+    def __getattr__(self, method: str) -> str:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return f"{self.name}.{method}"
+
+
+@dataclass(frozen=True)
 class Call:
     """One worker method: the group that has it, its name, and the handle that calls it (None if planned by name)."""
 
@@ -76,6 +88,7 @@ class Node:
     Attributes:
         calls: none for a source, one for a stage, (first, second) for a loop.
         gather: runs once in an iteration, on all its items.
+        broadcast: every rank gets all items.
         granularity: the number of items of one call is a multiple of this.
         steps: rounds of a loop in which each item takes part.
         items: the most items (envs) that a loop holds at once; None: any number.
@@ -92,6 +105,7 @@ class Node:
     steps: int = 1
     items: int | None = None
     pipeline: tuple[int, ...] = ()
+    broadcast: bool = False
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -124,6 +138,7 @@ class Flow:
         gather: bool = False,
         granularity: int | None = None,
         name: str | None = None,
+        broadcast: bool = False,
     ) -> Node:
         """A worker method that takes the items of `inputs`.
 
@@ -132,11 +147,13 @@ class Flow:
             gather: the method needs the whole iteration's items in one call.
             granularity: items of a call must be a multiple of this.
             name: name of the stage in profile and plan; default "group.method".
+            broadcast: every rank of the group gets all items (new weights), not a share.
 
         Raises FlowError for a method that does not exist, no input, an input of another flow, or a name used twice.
         """
         call = Call.of(method)
-        node = Node(self, name or call.name, "stage", (call,), list(inputs), gather, _positive(granularity, call.name))
+        multiple = _positive(granularity, call.name)
+        node = Node(self, name or call.name, "stage", (call,), list(inputs), gather, multiple, broadcast=broadcast)
         return self._add(node)
 
     def loop(

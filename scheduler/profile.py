@@ -292,6 +292,14 @@ class Profile:
         raise ProfileError(f"{path} has no profile of {recipe} on {machine}; it has {known}")
 
 
+def profiles_in(path: Path | str) -> list[tuple[str, str]]:
+    """(machine, recipe) of each profile in a file. Raises ProfileError if it holds none."""
+    path = Path(path)
+    if not path.exists():
+        raise ProfileError(f"there is no file {path}")
+    return [(entry["machine"], entry["recipe"]) for entry in _read(path)]
+
+
 def _plain(sample: Sample) -> dict[str, object]:
     durations = {"durations": [float(d) for d in sample.durations]} if sample.durations else {}
     return {

@@ -297,10 +297,16 @@ class WorkerGroup:
         self.name, self.actors, self.hub_address, self.placement = name, actors, hub_address, placement
         self._worker_class, self._args = worker_class, args
         self.locations: list[Location] = []
+        self.cluster: Any = None  # that started it; in the driver alone
+        self.start_s = 0.0  # how long the newest workers took to start, with the state of their predecessors
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "cluster": None}
 
     def become(self, other: WorkerGroup) -> None:
         """Stand for the workers of another group from now on."""
         self.actors, self.placement, self.locations = other.actors, other.placement, other.locations
+        self.start_s = other.start_s
 
     def __getattr__(self, method: str) -> GroupMethod:
         if method.startswith("_"):  # not a worker's, and pickle asks for some before `__init__` has run

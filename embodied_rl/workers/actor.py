@@ -22,7 +22,7 @@ from embodied_rl.data import Trajectories
 from embodied_rl.sums import Sums
 from envs.base import EnvSpec
 from policies import Policy
-from scheduler.channel import Channel
+from scheduler.stage import Output
 from scheduler.worker import Worker
 
 
@@ -60,6 +60,7 @@ class ActorWorker(Worker):
 
     def build(self, spec: EnvSpec) -> None:
         """Build the policy for the envs and its optimiser, and meet the other ranks."""
+        self.spec = spec
         self.policy = build_policy(self.config, spec).to(self.device)
         self.optimizer = torch.optim.Adam(self._parameter_groups(), eps=1e-5)
         if self.world_size > 1:
@@ -95,24 +96,19 @@ class ActorWorker(Worker):
 
     # ------------------------------------------------------------------------------------------ weights
 
-    def publish_weights(self, weights: Channel, receivers: int) -> None:
-        """Send the parameters to every rollout worker."""
-        if self.rank == 0:
-            with self.trace.span("publish weights"):
-                state = {name: tensor.cpu() for name, tensor in self.policy.state_dict().items()}
-                for receiver in range(receivers):
-                    weights.put(state, key=receiver)
+    def weights(self, _: list[Any]) -> list[dict[str, Tensor]]:
+        """The parameters, for the rollout workers."""
+        return [{name: tensor.cpu() for name, tensor in self.policy.state_dict().items()}]
 
     # ------------------------------------------------------------------------------------------ learning
 
-    def update(self, trajectories: Channel, streams: int, iteration: int) -> dict[str, float]:
-        """Learn from one iteration's `streams` streams; returns the metrics (the same on every rank)."""
-        own = len(range(self.rank, streams, self.world_size))
-        with self.trace.span("wait for trajectories", "wait"):
-            received = trajectories.get(n=own, key=self.rank)
-        parts = received if own > 1 else [received]
-        with self.trace.span("update"):
-            return self._learn(Trajectories.concatenate(parts), iteration)
+    def update(self, trajectories: list[Trajectories]) -> Output:
+        """Learn from this rank's share of one iteration's streams.
+
+        Gives the new parameters (rank 0 does); reports the metrics, the same on every rank.
+        """
+        metrics = self._learn(Trajectories.concatenate(trajectories), self.iteration)
+        return Output(self.weights([]) if self.rank == 0 else [], metrics)
 
     def _learn(self, rollout: Trajectories, iteration: int) -> dict[str, float]:
         sums = Sums()
@@ -325,6 +321,20 @@ class ActorWorker(Worker):
         }
         config = self.config.model_dump(mode="json")
         return save_checkpoint(run_dir, step, parts, state, config, self.config.train.keep_checkpoints)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "spec": self.spec,
+            "policy": self.policy.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+        }
+
+    def restore(self, states: list[Any]) -> None:
+        self.build(states[0]["spec"])
+        self.policy.load_state_dict(states[0]["policy"])
+        self.optimizer.load_state_dict(states[0]["optimizer"])
+        self.generator.set_state(states[self.rank % len(states)]["generator"])
 
     def load_policy(self, checkpoint: Path) -> None:
         """Take the parameters of a checkpoint and nothing else."""

@@ -1,12 +1,14 @@
 """EnvWorker: hosts envs and streams env-step chunks into policy inference.
 
-Each of its S pipeline stages is a vector env of its own; while the policy looks at one stage, another is stepped.
+Its envs are cut into S pipeline groups; while the policy looks at one, another is stepped. S may change between
+iterations: the envs are kept in the finest groups that the run allows, and joined.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,14 @@ import torch
 
 from embodied_rl.build import env_settings
 from embodied_rl.config import Config
-from embodied_rl.data import Observed, RolloutReport, StreamId
+from embodied_rl.data import Observed, RolloutReport
 from envs.base import ChunkResult, EnvSpec, Episode, Integers, Observation, VectorEnv, evaluation_seed
+from envs.joined import join
 from envs.maniskill import uses_gpu
 from envs.maniskill_gpu import ManiSkillBatch
 from envs.pool import EnvPool
 from envs.slots import VectorArgs
-from scheduler.channel import Channel
+from scheduler.stage import Link
 from scheduler.worker import Worker
 
 
@@ -29,24 +32,27 @@ class EnvWorker(Worker):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        per_rank = config.env.num_envs // self.world_size
-        self.stages = config.rollout.pipeline_stages
-        self.first_env = self.rank * per_rank
-        self.per_stage = per_rank // self.stages
+        self.num_envs = config.env.num_envs // self.world_size
+        self.first_env = self.rank * self.num_envs
+        self.finest = max(config.pipeline_choices)
         self.grouped = config.algorithm.name == "grpo"
         self.settings = env_settings(config.env)
         self.on_gpu = uses_gpu(self.settings, self.context.device_kind)
         processes = 0 if self.on_gpu else config.env.processes or len(self.devices)
         self.pool = EnvPool(processes, config.env.step_timeout_s)
-        self.train_envs = [self._make(stage) for stage in range(self.stages)]
+        self.train_envs = self._make()
         self.evaluation_envs: list[VectorEnv] = []
-        self.draws = np.zeros((self.stages, self.per_stage), np.int64)
+        self.draws = np.zeros(self.num_envs, np.int64)
         self.started = False
 
-    def _make(self, stage: int, evaluates: bool = False) -> VectorEnv:
+    def _make(self, evaluates: bool = False) -> list[VectorEnv]:
+        """The finest groups."""
+        return [self._vector_env(self._rows(number, self.finest), evaluates) for number in range(self.finest)]
+
+    def _vector_env(self, rows: slice, evaluates: bool) -> VectorEnv:
         args: dict[str, Any] = {
             "settings": self.settings,
-            "env_ids": tuple(self._slots(stage)),
+            "env_ids": tuple(range(self.first_env + rows.start, self.first_env + rows.stop)),
             "chunk": self.config.policy.chunk,
             "seed": self.config.seed,
             "group_size": self.config.algorithm.group_size if self.grouped else 1,
@@ -55,9 +61,13 @@ class EnvWorker(Worker):
         }
         return ManiSkillBatch(VectorArgs(**args)) if self.on_gpu else self.pool.vector_env(**args)
 
-    def _slots(self, stage: int) -> range:
-        first = self.first_env + stage * self.per_stage
-        return range(first, first + self.per_stage)
+    def _rows(self, group: int, groups: int) -> slice:
+        size = self.num_envs // groups
+        return slice(group * size, (group + 1) * size)
+
+    def _groups(self, finest: Sequence[VectorEnv], count: int) -> list[VectorEnv]:
+        each = len(finest) // count
+        return [join(finest[first : first + each]) for first in range(0, len(finest), each)]
 
     def spec(self) -> EnvSpec:
         """What the envs offer."""
@@ -69,91 +79,84 @@ class EnvWorker(Worker):
 
     # ------------------------------------------------------------------------------------------ rollout
 
-    def rollout(self, observations: Channel, actions: Channel, receivers: int) -> RolloutReport:
-        """Step every stage through one rollout, feeding `receivers` rollout workers.
+    def rollout(self, link: Link) -> RolloutReport:
+        """Step every group through one rollout of `link.steps` chunks.
 
-        Per stage T + 1 `Observed` go out (the last one only closes the rollout) and T chunks of actions come in.
+        Per group T + 1 `Observed` go out (the last one only closes the rollout) and T chunks of actions come in.
         """
-        start = time.monotonic()
+        start, own_cpu = time.monotonic(), time.process_time()
         report, busy = RolloutReport(), 0.0
-        for stage, env in enumerate(self.train_envs):
+        groups = self._groups(self.train_envs, link.groups)
+        for group, env in enumerate(groups):
             fresh = self.grouped or not self.started
-            self._send(observations, receivers, stage, 0, env.reset() if fresh else env.observation())
+            self._send(link, group, 0, env.reset() if fresh else env.observation())
         self.started = True
-        for step in range(self.config.chunk_steps + 1):
-            for stage, env in enumerate(self.train_envs):
+        for step in range(link.steps + 1):
+            for group, env in enumerate(groups):
                 if step > 0:
-                    result = self._finish_chunk(env, stage)
-                    busy += sum(end - begin for _, begin, end in result.spans)
+                    result = self._finish_chunk(env, group)
+                    busy += sum(end - begin for _, begin, end, _ in result.spans)
+                    now = time.process_time()
+                    self._measure(link, env, result, 0.0 if self.on_gpu else now - own_cpu)
+                    own_cpu = now
                     report.episodes += result.episodes
                     report.env_steps += int(result.valid.sum())
-                    self._send(observations, receivers, stage, step, result.observation, result)
-                if step < self.config.chunk_steps:
-                    env.chunk_step_async(self._await_action(actions, stage))
-                    self.draws[stage] += 1
+                    self._send(link, group, step, result.observation, result)
+                if step < link.steps:
+                    env.chunk_step_async(link.answer(group))
+                    self.draws[self._rows(group, link.groups)] += 1
         report.seconds = time.monotonic() - start
         report.busy_fraction = busy / (max(1, len(self.pool.processes)) * report.seconds)
         report.replaced_processes, report.lost_episodes = self.pool.replaced, self.pool.lost_episodes
         return report
 
-    def _await_action(self, actions: Channel, stage: int) -> np.ndarray:
-        with self.trace.span("wait for action", "wait", stage=stage):
-            return actions.get(key=StreamId(self.rank, stage).key)
-
-    def _finish_chunk(self, env: VectorEnv, stage: int) -> ChunkResult:
+    def _finish_chunk(self, env: VectorEnv, group: int) -> ChunkResult:
         result = env.chunk_step_wait()
-        for process, start, end in result.spans:
-            self.trace.add("chunk step", start, end, track=f"{self.context.name}.p{process}", stage=stage)
+        for process, start, end, _ in result.spans:
+            self.trace.add("chunk step", start, end, track=f"{self.context.name}.p{process}", group=group)
         return result
 
-    def _send(
-        self,
-        observations: Channel,
-        receivers: int,
-        stage: int,
-        step: int,
-        observation: Observation,
-        outcome: ChunkResult | None = None,
-    ) -> None:
-        slots, draws = np.array(self._slots(stage), np.int64), self.draws[stage].copy()
-        message = Observed(StreamId(self.rank, stage), step, observation, slots, draws, outcome)
-        observations.put(message, key=self._receiver(stage, receivers))
+    @staticmethod
+    def _measure(link: Link, env: VectorEnv, result: ChunkResult, own_cpu: float) -> None:
+        """A chunk takes as long as its slowest process would alone: not what it waited for a core."""
+        alone: dict[int, float] = defaultdict(float)
+        for process, start, end, cpu in result.spans:
+            alone[process] += min(end - start, cpu) if cpu else end - start
+        link.add_call(env.num_envs, max(alone.values()), own_cpu + sum(cpu for *_, cpu in result.spans))
 
-    def _receiver(self, stage: int, receivers: int) -> int:
-        """The rollout worker that serves a stage, always the same one: it gathers the stage's trajectories."""
-        return (self.rank * self.stages + stage) % receivers
+    def _send(
+        self, link: Link, group: int, step: int, observation: Observation, outcome: ChunkResult | None = None
+    ) -> None:
+        rows = self._rows(group, link.groups)
+        slots = np.arange(self.first_env + rows.start, self.first_env + rows.stop)
+        link.send(group, Observed(step, observation, slots, self.draws[rows].copy(), outcome))
 
     # ------------------------------------------------------------------------------------------ evaluation
 
-    def evaluate(
-        self, observations: Channel, actions: Channel, receivers: int, episodes: int, base_seed: int
-    ) -> list[Episode]:
+    def evaluate(self, link: Link, episodes: int, base_seed: int) -> list[Episode]:
         """Run this rank's share of `episodes`, each seed once; the episodes, with their actions, by seed."""
         if not self.evaluation_envs:
-            self.evaluation_envs = [self._make(stage, evaluates=True) for stage in range(self.stages)]
+            self.evaluation_envs = self._make(evaluates=True)
         seeds = iter([evaluation_seed(base_seed, i) for i in range(self.rank, episodes, self.world_size)])
         finished: list[Episode] = []
-        live = [_LiveStage(env, seeds) for env in self.evaluation_envs]
-        for stage, state in enumerate(live):
-            self._send_live(observations, receivers, stage, state)
+        live = [_LiveGroup(env, seeds) for env in self._groups(self.evaluation_envs, link.groups)]
+        for group, state in enumerate(live):
+            self._send_live(link, group, state)
         while any(state.is_running for state in live):
-            for stage, state in enumerate(live):
+            for group, state in enumerate(live):
                 if state.is_running:
-                    state.env.chunk_step_async(self._await_action(actions, stage))
+                    state.env.chunk_step_async(link.answer(group))
                     state.draws += 1
-            for stage, state in enumerate(live):
+            for group, state in enumerate(live):
                 if state.is_running:
-                    finished += state.advance(self._finish_chunk(state.env, stage), seeds)
-                    self._send_live(observations, receivers, stage, state)
-        for receiver in range(receivers):
-            observations.put(None, key=receiver)
+                    finished += state.advance(self._finish_chunk(state.env, group), seeds)
+                    self._send_live(link, group, state)
+        link.finish()
         return sorted(finished, key=lambda episode: episode.seed)
 
-    def _send_live(self, observations: Channel, receivers: int, stage: int, state: _LiveStage) -> None:
+    def _send_live(self, link: Link, group: int, state: _LiveGroup) -> None:
         if state.is_running:
-            stream = StreamId(self.rank, stage)
-            message = Observed(stream, 0, state.observation, state.seeds.copy(), state.draws.copy())
-            observations.put(message, key=self._receiver(stage, receivers))
+            link.send(group, Observed(0, state.observation, state.seeds.copy(), state.draws.copy()))
 
     def render(self, episodes: list[Episode]) -> list[np.ndarray]:
         """Films of recorded episodes. Raises EnvError where nothing can be rendered."""
@@ -161,29 +164,33 @@ class EnvWorker(Worker):
 
     # ------------------------------------------------------------------------------------------ resuming
 
-    def save(self) -> dict[str, Any]:
-        """Where every env stands; `load` goes on from there exactly."""
+    def state(self) -> dict[str, Any]:
+        """Where every env stands; `restore` goes on from there exactly."""
+        slots = [slot for env in self.train_envs for slot in env.state()]
         return {
             "draws": self.draws.tolist(),
             "started": self.started,
-            "stages": [
-                [{**slot, "actions": torch.from_numpy(slot["actions"])} for slot in env.state()]
-                for env in self.train_envs
-            ],
+            "slots": [{**slot, "actions": torch.from_numpy(slot["actions"])} for slot in slots],
+            "replaced": (self.pool.replaced, self.pool.lost_episodes),
         }
 
-    def load(self, saved: dict[str, Any]) -> None:
-        """Undo `save`, by replaying the running episodes."""
-        self.draws, self.started = np.array(saved["draws"], np.int64), saved["started"]
-        for env, state in zip(self.train_envs, saved["stages"], strict=True):
-            env.restore([{**slot, "actions": slot["actions"].numpy()} for slot in state])
+    def restore(self, states: list[Any]) -> None:
+        """Undo `state`, by replaying the running episodes."""
+        own = slice(self.first_env, self.first_env + self.num_envs)
+        self.draws = np.array([draw for state in states for draw in state["draws"]][own], np.int64)
+        self.started = states[0]["started"]
+        slots = [slot for state in states for slot in state["slots"]][own]
+        for number, env in enumerate(self.train_envs):
+            part = slots[self._rows(number, self.finest)]
+            env.restore([{**slot, "actions": slot["actions"].numpy()} for slot in part])
+        self.pool.replaced, self.pool.lost_episodes = states[self.rank % len(states)]["replaced"]
 
     def shutdown(self) -> None:
         self.pool.close()
 
 
-class _LiveStage:
-    """One stage of an evaluation: envs that take the next seed as soon as their episode has ended."""
+class _LiveGroup:
+    """One group of an evaluation: envs that take the next seed as soon as their episode has ended."""
 
     def __init__(self, env: VectorEnv, seeds: Iterator[int]) -> None:
         self.env = env

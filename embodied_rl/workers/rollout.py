@@ -15,7 +15,7 @@ from embodied_rl.config import Config
 from embodied_rl.data import Observed, Trajectories
 from envs.base import ChunkResult, EnvSpec, Observation
 from policies import Policy, PolicyOutput, SlotNoise
-from scheduler.channel import Channel
+from scheduler.stage import Link
 from scheduler.worker import Worker
 
 
@@ -32,30 +32,35 @@ class RolloutWorker(Worker):
 
     def build(self, spec: EnvSpec) -> None:
         """Build the policy for the envs."""
+        self.spec = spec
         self.policy = build_policy(self.config, spec).to(self.device).eval()
 
     def load_checkpoint(self, checkpoint: Path) -> None:
         """Take the parameters of a checkpoint."""
         self.policy.load_state_dict(load_checkpoint(checkpoint).parts["policy"])
 
-    def load_weights(self, weights: Channel) -> None:
-        """Take the next parameters from the actor."""
-        with self.trace.span("load weights"):
-            self.policy.load_state_dict(weights.get(key=self.rank))
+    def load_weights(self, weights: list[dict[str, Tensor]]) -> None:
+        """Take the newest parameters from the actor."""
+        self.policy.load_state_dict(weights[-1])
 
-    def generate(
-        self, observations: Channel, actions: Channel, trajectories: Channel, streams: int, receivers: int
-    ) -> int:
-        """Serve this rank's share of one rollout's `streams` and send their trajectories to `receivers` actor workers.
+    def state(self) -> dict[str, Any]:
+        return {"spec": self.spec, "policy": self.policy.state_dict()}
+
+    def restore(self, states: list[Any]) -> None:
+        self.build(states[0]["spec"])
+        self.policy.load_state_dict(states[0]["policy"])
+
+    def generate(self, link: Link) -> int:
+        """Serve this rank's streams through one rollout and pass their trajectories on.
 
         Returns the number of policy calls.
         """
-        open_streams: dict[str, _Recorder] = {}
-        steps, finished, calls = self.config.chunk_steps, 0, self.policy_calls
-        while finished < len(range(self.rank, streams, self.world_size)):
-            message: Observed = self._next(observations)
-            recorder = open_streams.setdefault(message.stream.key, _Recorder(message, steps))
-            with self.trace.span("inference", stage=message.stream.stage):
+        open_streams: dict[int, _Recorder] = {}
+        steps, finished, calls = link.steps, 0, self.policy_calls
+        while finished < link.streams:
+            stream, message = link.next()
+            recorder = open_streams.setdefault(stream, _Recorder(message, steps))
+            with link.call(len(message.slots)):
                 observation = self._to_device(message.observation)
                 if message.step == steps:
                     recorder.outcome(
@@ -74,27 +79,23 @@ class RolloutWorker(Worker):
                             self._final_values(message.outcome),
                         )
                     recorder.decision(message.step, observation, output)
-                    actions.put(output.action.cpu().numpy(), key=message.stream.key)
+                    link.reply(stream, output.action.cpu().numpy())
             if message.step == steps:
-                stream_number = message.stream.env_rank * self.config.rollout.pipeline_stages + message.stream.stage
-                trajectories.put(open_streams.pop(message.stream.key).finish(), key=stream_number % receivers)
+                link.emit(stream, open_streams.pop(stream).finish())
                 finished += 1
         return self.policy_calls - calls
 
-    def serve(self, observations: Channel, actions: Channel, deterministic: bool, sources: int) -> None:
+    def serve(self, link: Link, deterministic: bool) -> None:
         """Answer observations with actions, for an evaluation, until all env workers have said that they are done."""
-        while sources:
-            message: Observed | None = self._next(observations)
+        running = link.loop.ranks[0]
+        while running:
+            stream, message = link.next()
             if message is None:
-                sources -= 1
+                running -= 1
                 continue
-            with self.trace.span("inference", stage=message.stream.stage):
+            with link.call(len(message.slots)):
                 output = self._act(self._to_device(message.observation), message, deterministic)
-                actions.put(output.action.cpu().numpy(), key=message.stream.key)
-
-    def _next(self, observations: Channel) -> Any:
-        with self.trace.span("wait for observation", "wait"):
-            return observations.get(key=self.rank)
+                link.reply(stream, output.action.cpu().numpy())
 
     # ------------------------------------------------------------------------------------------ inference
 
@@ -176,7 +177,6 @@ class _Recorder:
             key: torch.stack([kept[key] for kept, _ in self.decisions]).cpu() for key in self.decisions[0][0]
         }
         return Trajectories(
-            stream=self.first.stream,
             observation=observation,
             token=stack("token"),
             logprob=stack("logprob"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.config import Config
-from embodied_rl.data import StreamId, Trajectories
+from embodied_rl.data import Trajectories
 from embodied_rl.sums import Sums
 from embodied_rl.workers.actor import ActorWorker
 from envs.base import ActionSpec, EnvSpec
@@ -59,7 +59,7 @@ def rollout(actor: ActorWorker, seed: int = 0) -> Trajectories:
     reward[~valid] = float("nan")
     lost = torch.zeros(T, N, dtype=torch.bool)
     return Trajectories(
-        StreamId(0, 0), {"state": state}, token, logprob.view(T, N, C, A) + 0.05, value.view(T, N),
+        {"state": state}, token, logprob.view(T, N, C, A) + 0.05, value.view(T, N),
         torch.randn(T, N, generator=g), reward, terminated, truncated, valid, torch.zeros_like(lost), lost,
         torch.arange(N),
     )  # fmt: skip

@@ -58,7 +58,7 @@ def complete(root: Path, *words: str) -> Path:
 
 def lines(run: Path) -> list[dict[str, Any]]:
     """The reproducible part of the metrics."""
-    timings = ("perf/", "time/")
+    timings = ("perf/", "time/", "schedule/")
     parsed = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if not key.startswith(timings)} for line in parsed]
 

@@ -1,0 +1,398 @@
+"""What a worker does for one iteration of a flow: take items from channels, call its method, pass the results on.
+
+A stage method takes a list of items (one list for each input, equally long) and returns
+
+    a list          one result for each item; None: the item goes no further
+    a generator     of (position, result), as each is finished: consumers need not wait for the slowest
+    an `Output`     results that do not belong to single items, and a report for the driver
+
+The methods of a loop take a `Link` instead and return a report. Every call is measured; see `Meter`.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import GeneratorType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+
+from scheduler.channel import Channel
+from scheduler.profile import Sample
+
+if TYPE_CHECKING:
+    from scheduler.worker import Worker
+
+
+class Message(NamedTuple):
+    """One object on an edge. `number` orders an iteration's objects; `size` is the number of items it stands for."""
+
+    number: int
+    size: int
+    item: Any
+
+
+LONG_TAIL = 0.1  # standard deviation over mean from which single durations are kept
+
+END = Message(-1, 0, None)  # the producer has finished
+
+
+@dataclass
+class Output:
+    """Results of a call that do not belong to single items (the new weights), and what the driver is told."""
+
+    items: list[Any] = field(default_factory=list)
+    report: Any = None
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The way from one node to another.
+
+    Attributes:
+        consumers: ranks that take from it.
+        by_index: message i is for rank i % consumers; else for whichever rank is free.
+        broadcast: every rank gets every message.
+    """
+
+    channel: Channel
+    consumers: int
+    by_index: bool
+    broadcast: bool = False
+
+    def put(self, message: Message) -> None:
+        if self.broadcast:
+            for rank in range(self.consumers):
+                self.channel.put(message, key=rank)
+        else:
+            self.channel.put(message, key=message.number % self.consumers if self.by_index else None)
+
+    def end(self) -> None:
+        """Tell every consumer that no more will come."""
+        for rank in range(self.consumers):
+            self.channel.put(END, key=rank if self.by_index or self.broadcast else None)
+
+    def get(self, rank: int) -> Message:
+        return self.channel.get(key=rank if self.by_index or self.broadcast else None)
+
+
+@dataclass(frozen=True)
+class LoopCall:
+    """The loop that a call is one side of.
+
+    Attributes:
+        there, back: messages from the first stage to the second, and the answers.
+        groups: pipeline groups S of each rank of the first stage.
+        ranks: of the first and of the second stage.
+        items: of the whole loop.
+    """
+
+    there: Channel
+    back: Channel
+    steps: int
+    groups: int
+    ranks: tuple[int, int]
+    items: int
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """What a rank is asked to do in every iteration.
+
+    Attributes:
+        name: of the worker method in profiles.
+        granularity: items of one call, over all ranks.
+        shares: other groups use the devices too, so every call takes a lease on them.
+    """
+
+    name: str
+    method: str
+    inputs: tuple[Edge, ...]
+    outputs: tuple[Edge, ...]
+    granularity: int = 1
+    gather: bool = False
+    loop: LoopCall | None = None
+    shares: bool = False
+
+
+@dataclass
+class StageReport:
+    """What a rank did: results that nobody consumes, in the order of their index; the method's report; measurements."""
+
+    results: list[tuple[int, Any]] = field(default_factory=list)
+    report: Any = None
+    samples: list[Sample] = field(default_factory=list)
+    hop_s: float | None = None
+
+
+def run_stage(worker: Worker, call: StageCall, arguments: tuple[Any, ...]) -> StageReport:
+    """Run one iteration of a stage on this rank; `arguments` follow the items (or the link) in its method's call."""
+    meter = Meter(worker, call.name)
+
+    def method(*inputs: Any) -> Any:
+        return getattr(worker, call.method)(*inputs, *arguments)
+
+    if call.loop is not None:
+        link = Link(worker, call, meter)
+        report = method(link)
+        return StageReport(report=report, samples=meter.samples(), hop_s=link.hop_s)
+    found = StageReport()
+    finish = _gathered if call.gather else _streamed
+    for number, size, item in finish(worker, call, method, meter, found):
+        for edge in call.outputs:
+            edge.put(Message(number, size, item))
+        if not call.outputs:
+            found.results.append((number, item))
+    found.samples = meter.samples()
+    return found
+
+
+def _gathered(worker: Worker, call: StageCall, method: Any, meter: Meter, found: StageReport) -> Iterator[Message]:
+    messages = sorted(_matched(worker, call), key=lambda columns: columns[0].number)
+    size = sum(columns[0].size for columns in messages)
+    if not messages:
+        return
+    with _turn(worker, call), meter.call(size):
+        output = method(*([column.item for column in columns] for columns in zip(*messages, strict=True)))
+    if not isinstance(output, Output):
+        output = Output(list(output or ()))
+    found.report = output.report
+    for count, item in enumerate(output.items):
+        yield Message(worker.rank + count * worker.world_size, max(1, size // len(output.items)), item)
+
+
+def _streamed(worker: Worker, call: StageCall, method: Any, meter: Meter, found: StageReport) -> Iterator[Message]:
+    for chunk in _chunks(_matched(worker, call), -(-call.granularity // worker.world_size)):
+        messages = [columns[0] for columns in chunk]
+        with _turn(worker, call), meter.call(sum(message.size for message in messages)) as clock:
+            results = method(*([column.item for column in columns] for columns in zip(*chunk, strict=True)))
+            if isinstance(results, GeneratorType):
+                for position, result in results:
+                    clock.stop(lap=True)
+                    if result is not None:
+                        yield messages[position]._replace(item=result)
+                    clock.start()
+                continue
+        if len(results := list(results or ())) not in (0, len(messages)):
+            problem = f"was given {len(messages)} items and returned {len(results)}; None drops one"
+            raise ValueError(f"{call.name} {problem}")
+        for message, result in zip(messages, results, strict=False):
+            if result is not None:
+                yield message._replace(item=result)
+
+
+def _turn(worker: Worker, call: StageCall) -> AbstractContextManager[None]:
+    return worker.lease() if call.shares else nullcontext()
+
+
+def _matched(worker: Worker, call: StageCall) -> Iterator[tuple[Message, ...]]:
+    """The messages of all inputs with the same index, as soon as the last of them is there."""
+    waiting: dict[int, dict[int, Message]] = defaultdict(dict)
+    open_inputs = dict(enumerate(call.inputs))
+    while open_inputs:
+        for place, edge in list(open_inputs.items()):
+            message = edge.get(worker.rank)
+            if message.number == END.number:
+                del open_inputs[place]
+                continue
+            waiting[message.number][place] = message
+            if len(waiting[message.number]) == len(call.inputs):
+                columns = waiting.pop(message.number)
+                yield tuple(columns[i] for i in range(len(columns)))
+
+
+def _chunks(messages: Iterator[tuple[Message, ...]], items: int) -> Iterator[list[tuple[Message, ...]]]:
+    chunk: list[tuple[Message, ...]] = []
+    for columns in messages:
+        chunk.append(columns)
+        if sum(message[0].size for message in chunk) >= items:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+class Link:
+    """One end of a loop. Stream number s is pipeline group s % S of rank s // S of the first stage.
+
+    The first stage sends for each of its groups and takes the answers; the second takes what comes next and answers
+    it. Which rank of the second stage serves a stream never changes in an iteration, so it may gather what it saw.
+    """
+
+    def __init__(self, worker: Worker, call: StageCall, meter: Meter) -> None:
+        assert call.loop is not None
+        self.rank, self.loop, self.steps, self.groups = worker.rank, call.loop, call.loop.steps, call.loop.groups
+        self._worker, self._call, self._meter = worker, call, meter
+        self._hops: list[float] = []
+        self._cpu_s = time.process_time()
+
+    # ---- first stage
+
+    def send(self, group: int, message: Any) -> None:
+        """Send a group's message to the second stage."""
+        stream = self.rank * self.groups + group
+        self.loop.there.put((stream, time.monotonic(), message), key=stream % self.loop.ranks[1])
+
+    def answer(self, group: int) -> Any:
+        """Wait for the answer to a group's last message."""
+        return self._receive(self.loop.back, f"stream {self.rank * self.groups + group}")[1]
+
+    def finish(self) -> None:
+        """Tell the second stage that this rank sends nothing more, where it cannot count."""
+        for rank in range(self.loop.ranks[1]):
+            self.loop.there.put((-1, time.monotonic(), None), key=rank)
+
+    # ---- second stage
+
+    @property
+    def streams(self) -> int:
+        """Streams that this rank of the second stage serves."""
+        return len(range(self.rank, self.loop.ranks[0] * self.groups, self.loop.ranks[1]))
+
+    def next(self) -> tuple[int, Any]:
+        """The next (stream, message); stream -1: a rank of the first stage has finished."""
+        stream, message = self._receive(self.loop.there, self.rank)
+        return stream, message
+
+    def reply(self, stream: int, answer: Any) -> None:
+        self.loop.back.put((stream, time.monotonic(), answer), key=f"stream {stream}")
+
+    def emit(self, stream: int, item: Any) -> None:
+        """Pass on what a stream's rounds have given."""
+        size = self.loop.items // (self.loop.ranks[0] * self.groups)
+        for edge in self._call.outputs:
+            edge.put(Message(stream, size, item))
+
+    # ---- measuring
+
+    @contextmanager
+    def call(self, items: int) -> Iterator[None]:
+        """Around one call of this end on `items` items, so that its cost is known.
+
+        On a CPU what the process does for its messages between two calls is part of the second.
+        """
+        with self.turn(), self._meter.call(items, since=self._cpu_s):
+            yield
+        self._cpu_s = time.process_time()
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Around work on devices that the other stage uses as well, if they are such that only one can."""
+        return _turn(self._worker, self._call)
+
+    def add_call(self, items: int, seconds: float, cpu_s: float) -> None:
+        """Count a call that other processes made: how long it took, and the processor time of all of them."""
+        self._meter.add(items, seconds, cpu_s)
+
+    @property
+    def hop_s(self) -> float | None:
+        """Median seconds that a message is on its way to this end when it is awaited."""
+        return statistics.median(self._hops) if self._hops else None
+
+    def _receive(self, channel: Channel, key: Any) -> tuple[int, Any]:
+        asked = time.monotonic()
+        stream, sent, message = channel.get(key=key)
+        if asked < sent:  # else it had been there before, and the time says nothing
+            self._hops.append(time.monotonic() - sent)
+        return stream, message
+
+
+class Meter:
+    """Measures the calls of one stage in one iteration: seconds, busy share, memory, by the number of items.
+
+    A call's seconds are those that it would have taken alone: without the time in which its thread stood in line
+    because other processes had the cores.
+    """
+
+    def __init__(self, worker: Worker, name: str) -> None:
+        self._worker, self._name = worker, name
+        self._calls: dict[int, list[tuple[float, float, list[float]]]] = defaultdict(list)  # seconds, cpu, laps
+
+    @contextmanager
+    def call(self, items: int, since: float | None = None) -> Iterator[Clock]:
+        """Around one call on `items` items of this rank; recorded as work in the timeline too.
+
+        Args:
+            since: count what the process has done since it had used so many processor seconds.
+        """
+        clock = Clock()
+        if since is not None and self._worker.context.device_kind == "cpu":
+            clock.seconds = clock.cpu_s = time.process_time() - since
+        with self._worker.trace.span(self._name, items=items):
+            clock.start()
+            yield clock
+            clock.stop()
+        self._calls[items].append((clock.seconds, clock.cpu_s, clock.laps))
+
+    def add(self, items: int, seconds: float, cpu_s: float) -> None:
+        self._calls[items].append((seconds, cpu_s, []))
+
+    def samples(self) -> list[Sample]:
+        """One sample for each number of items, of the mean call."""
+        worker, found = self._worker, []
+        devices = len(worker.devices) * worker.world_size
+        for items, calls in self._calls.items():
+            seconds = statistics.fmean(call[0] for call in calls)
+            cpu = statistics.fmean(call[1] for call in calls)
+            laps = tuple(lap for call in calls for lap in call[2])
+            if not laps and items == 1:
+                laps = tuple(call[0] for call in calls)
+            if len(laps) < 2 or statistics.stdev(laps) < LONG_TAIL * statistics.fmean(laps):
+                laps = ()
+            busy = 1.0 if worker.context.device_kind == "gpu" else cpu / max(seconds * len(worker.devices), 1e-9)
+            busy = min(1.0, max(busy, 1e-3))
+            total = items * worker.world_size
+            found.append(Sample(self._name, total, devices, seconds, memory_in_use(), laps, busy))
+        return found
+
+
+class Clock:
+    """What passed between `start` and `stop`, summed: seconds, without those that this thread stood in line for a core;
+    processor seconds of the whole process; and `laps`, the seconds one by one."""
+
+    def __init__(self) -> None:
+        self.seconds = self.cpu_s = 0.0
+        self.laps: list[float] = []
+
+    def start(self) -> None:
+        self._from = time.monotonic() - queued_s(), time.process_time()
+
+    def stop(self, lap: bool = False) -> None:
+        seconds = time.monotonic() - queued_s() - self._from[0]
+        self.seconds, self.cpu_s = self.seconds + seconds, self.cpu_s + time.process_time() - self._from[1]
+        if lap:
+            self.laps.append(seconds)
+
+
+def queued_s() -> float:
+    """Seconds that this thread has been ready to run but had no core; 0 where the system does not tell."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            return int(file.read().split()[1]) * 1e-9
+    except (OSError, IndexError):
+        return 0.0
+
+
+def memory_in_use() -> int:
+    """Most bytes that this process has held: of the GPU if it uses one, else of main memory, with its children now."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + _children_memory(int(time.monotonic()) // 60)
+
+
+@lru_cache(maxsize=1)
+def _children_memory(minute: int) -> int:
+    """Bytes of main memory of this process's children; looked up once a minute, because that takes milliseconds."""
+    used = 0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            used += child.memory_info().rss
+    return used
