@@ -18,10 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from probes import LARGE, consume, produce, wait_for_items
 
+from scheduler import channel as channels
 from scheduler import connection, transport
 from scheduler.channel import Channel, ChannelClosed, ChannelTimeout, fail_all
 from scheduler.connection import Endpoint, HubLost
 from scheduler.hub import Hub, batch_size
+from scheduler.trace import Trace
 from scheduler.transport import Arena, Location
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -582,3 +584,48 @@ def test_each_weighted_item_is_delivered_once_and_in_order(
     channel.close()
     for key, consumer in enumerate(consumers):
         assert consumer.result() == [place for place, (_, of) in enumerate(items) if of == key]
+
+
+# ---------------------------------------------------------------------------------------------- the trace
+
+
+@pytest.fixture
+def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
+    monkeypatch.setattr(connection.this_process, "trace", trace := Trace("env[0]"))
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("receivers", "way"),
+    [((), "inline"), ((Location("here", -1),), "shared_memory"), ((Location.here("here"),), "reference")],
+)
+def test_the_trace_shows_the_transport_and_the_bytes(
+    hub: Hub, trace: Trace, receivers: tuple[Location, ...], way: str
+) -> None:
+    channel = make(hub, receivers=receivers)
+    channel.put(np.zeros(LARGE))
+    channel.get()
+    put, got = trace.drain()
+    assert (put.track, put.name, put.category) == ("env[0]", "put into c", "wait")
+    assert (got.track, got.name, got.category) == ("env[0]", "wait for c", "wait")
+    assert put.args == got.args and put.args["transport"] == way
+    payload = 0 if way == "reference" else 8 * LARGE
+    assert payload <= put.args["bytes"] < payload + 1000
+
+
+def test_every_long_wait_is_in_the_trace_and_of_the_short_ones_the_first(hub: Hub, trace: Trace) -> None:
+    channel = make(hub)
+    channel.put(0)
+    trace.drain()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channels, "RECORDED_S", 30.0)
+        for i in range(5):
+            channel.put(i)
+            channel.get()
+    assert [event.name for event in trace.drain()] == ["put into c", "wait for c"]
+    channel.get()
+    for _ in range(2):
+        threading.Timer(0.1, lambda: channel.put(1)).start()
+        channel.get()
+    waits = [event.end - event.start for event in trace.drain() if event.name == "wait for c"]
+    assert len(waits) == 3 and min(waits[1:]) > 0.05

@@ -242,6 +242,22 @@ def test_workers_on_two_nodes_exchange_arrays(joined: Cluster) -> None:
     assert near.blocks().result(SOON) + far.blocks().result(SOON) + both.blocks().result(SOON) == [0] * 5
 
 
+def test_a_large_array_crosses_hosts_inside_the_message_and_the_trace_says_so(two_nodes: str) -> None:
+    with Cluster(two_nodes, cpu_slots=1, timeout_s=SOON) as cluster:
+        _, there = by_node(cluster)
+        far = cluster.start("far", Probe, GroupPlacement("far", ((there[0],),)))
+        source, target = cluster.channel("source", consumers=far), cluster.channel("target", producers=far)
+        sent = np.arange(5_000_000)
+        source.put(sent)
+        source.close()
+        far.scale(source, target, 2).wait(SOON)
+        np.testing.assert_array_equal(target.get(), 2 * sent)
+        events = {event.name: event.args for event in far.drain_trace().result(SOON)[0]}
+        for name in ("wait for source", "put into target"):
+            assert events[name]["transport"] == "inline"
+            assert sent.nbytes < events[name]["bytes"] < sent.nbytes + 1000
+
+
 def test_a_rank_cannot_span_nodes(two_nodes: str) -> None:
     with Cluster(two_nodes, timeout_s=SOON) as cluster:
         here, there = by_node(cluster)
