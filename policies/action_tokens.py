@@ -100,7 +100,7 @@ def action_statistics(norm_stats: dict[str, Any], key: str | None) -> ActionStat
     known = ", ".join(sorted(norm_stats)) or "none"
     if key is None:
         if len(norm_stats) != 1:
-            raise UnknownStatistics(f"name the data set whose action statistics apply; known: {known}")
+            raise UnknownStatistics(f"name the data set (unnorm_key) whose action statistics apply; known: {known}")
         key = next(iter(norm_stats))
     found = next((name for name in (key, f"{key}_no_noops") if name in norm_stats), None)
     if found is None:

@@ -40,7 +40,7 @@ class Sampling:
 
         Args:
             logits: [N, options].
-            uniform: float64 [N] in (0, 1).
+            uniform: float64 [N] in (0, 1].
 
         Returns:
             Indices [N].
@@ -50,9 +50,8 @@ class Sampling:
             ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered
             kept = before < (1.0 if self.top_p is None else self.top_p)
-            kept[:, self.top_k :] = False
-            kept[:, 0] = True
+            if self.top_k is not None:
+                kept[:, self.top_k :] = False
             probabilities = torch.zeros_like(ordered).scatter(-1, order, torch.where(kept, ordered, 0.0))
         cumulative = probabilities.cumsum(-1)
-        below = cumulative <= uniform[:, None] * cumulative[:, -1:]
-        return below.sum(-1)
+        return (cumulative < uniform[:, None] * cumulative[:, -1:]).sum(-1)

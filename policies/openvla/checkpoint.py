@@ -22,7 +22,7 @@ class CheckpointError(ValueError):
     """Weights that do not fit the model."""
 
 
-def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
     """Give a model that was built on the meta device the weights of a checkpoint.
 
     Raises:
@@ -41,7 +41,7 @@ def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype, device: 
         with safe_open(file, "pt") as tensors:
             # Copies: kernels round differently on memory-mapped tensors, which may be unaligned.
             state = {
-                key: tensors.get_tensor(key).to(device, dtype, copy=True)
+                key: tensors.get_tensor(key).to(dtype, copy=True)
                 for key in tensors.keys()  # noqa: SIM118
             }
         model.load_state_dict(state, strict=False, assign=True)

@@ -87,7 +87,7 @@ class OpenVLAPolicy(Policy):
         self.processor = Processor(self.config, prompts, source.preprocessor, settings.center_crop, settings.view)
         self.tokens = ActionTokens(self.config.vocab_size, self.config.num_bins)
         self.sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
-        if settings.statistics is not None:
+        if settings.unnorm_key is not None:
             self.statistics  # noqa: B018 - an unknown name is told before the weights are read
         self.network = _network(source, settings)
         self.critic = ValueHead(self.config.text.hidden_size, settings.value_hidden, settings.value_position)
@@ -103,7 +103,7 @@ class OpenVLAPolicy(Policy):
         Raises:
             UnknownStatistics: the checkpoint has no such data set, or several and none was named.
         """
-        return action_statistics(self.config.norm_stats, self.settings.statistics)
+        return action_statistics(self.config.norm_stats, self.settings.unnorm_key)
 
     # ------------------------------------------------------------------------------------------ contract
 

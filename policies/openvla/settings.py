@@ -22,7 +22,7 @@ class OpenVLASettings:
     """How a checkpoint is used.
 
     Attributes:
-        statistics: data set whose action statistics apply; None: the checkpoint's only one.
+        unnorm_key: data set whose action statistics apply; None: the checkpoint's only one.
         epsilon: added to the range of an action dimension; 0 for OpenVLA, 1e-8 for models trained by OFT's code.
         gripper: how the last action dimension is commanded.
         tokenizer: directory that has the tokenizer; None: the checkpoint's.
@@ -41,7 +41,7 @@ class OpenVLASettings:
         frozen: parts that are not trained.
     """
 
-    statistics: str | None = None
+    unnorm_key: str | None = None
     epsilon: float = 0.0
     gripper: Gripper = "as_trained"
     tokenizer: str | None = None
