@@ -147,9 +147,9 @@ class Channel:
     def _record(self, what: str, start: float, messages: list[Frames]) -> None:
         trace, end = this_process.trace, time.monotonic()
         if trace is not None:
-            name, way = f"{what} {self.name}", transport.way(messages[0])
+            name, (way, _) = f"{what} {self.name}", transport.describe(messages[0])
             if trace.is_first((name, way)) or end - start > RECORDED_S:
-                nbytes = sum(transport.nbytes(frames) for frames in messages)
+                nbytes = sum(transport.describe(frames)[1] for frames in messages)
                 trace.add(name, start, end, "wait", transport=way, bytes=nbytes)
 
 

@@ -1,12 +1,14 @@
 """How the bytes of a message move between two ends, chosen from where the ends are.
 
 same process                by reference: nothing is copied
+same host, both see a GPU   CUDA tensors by CUDA IPC: one copy on the device, and one to another GPU; the rest as below
 same host                   arrays and tensors by shared memory: one copy in, none out
 different hosts             arrays inside the message, over TCP
 
 `pack` turns an object into frames, `unpack` turns frames back. Large arrays travel out of band (pickle protocol 5),
 so they are never pickled; a shared-memory block is reused as soon as the receiver has dropped the arrays that view it.
-Tensors arrive without their autograd graph.
+Tensors arrive without their autograd graph, on the device of the same index as they had, or on the CPU if there is
+none.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import FunctionType
@@ -34,7 +36,9 @@ from typing import Any, Literal
 import msgpack
 import numpy as np
 
-Way = Literal["reference", "shared_memory", "inline"]
+from scheduler import cuda_memory
+
+Way = Literal["reference", "cuda_ipc", "shared_memory", "inline"]
 
 INLINE_BYTES = 16 * 1024  # below this a copy inside the message is cheaper than a block of shared memory
 PREFIX = "embodied-rl-arena-"
@@ -46,14 +50,15 @@ FREE, SENT = -1, 0  # never the other way round: pack_into writes zeros first, a
 
 @dataclass(frozen=True)
 class Location:
-    """Where an end of a channel lives."""
+    """Where an end of a channel lives; `gpus` are the names of those it sees."""
 
     host: str
     pid: int
+    gpus: tuple[str, ...] = field(default=(), compare=False)
 
     @staticmethod
     def here(host: str) -> Location:
-        return Location(host, os.getpid())
+        return Location(host, os.getpid(), cuda_memory.visible())
 
 
 def choose(sender: Location, receivers: Sequence[Location]) -> Way:
@@ -63,27 +68,36 @@ def choose(sender: Location, receivers: Sequence[Location]) -> Way:
     """
     if receivers and all(receiver == sender for receiver in receivers):
         return "reference"
-    if receivers and all(receiver.host == sender.host for receiver in receivers):
-        return "shared_memory"
-    return "inline"
+    if not receivers or any(receiver.host != sender.host for receiver in receivers):
+        return "inline"
+    apart = all(receiver.pid != sender.pid for receiver in receivers)  # CUDA opens no handle where it was made
+    if sender.gpus and apart and all(set(sender.gpus) <= set(receiver.gpus) for receiver in receivers):
+        return "cuda_ipc"
+    return "shared_memory"
 
 
 # ---------------------------------------------------------------------------------------------- serialisation
 
 
 def pack(obj: Any, way: Way) -> list[bytes | memoryview]:
-    """Serialise `obj` into frames: a header, the pickle, and for `inline` one frame for each large array."""
+    """Serialise `obj` into frames: a header, the pickle, and one frame for each large array that lies nowhere else.
+
+    What cannot go the given way (no CUDA tensors, no large arrays, no shared memory left) goes the next one.
+    """
     if way == "reference":
         token = next(_reference_ids)
         _references[token] = obj
-        return [msgpack.packb(("reference", os.getpid(), token)), b""]
-    body, buffers = _dump(obj)
+        return [msgpack.packb(("reference", 0, os.getpid(), token)), b""]
+    body, buffers, device_bytes = _dump(obj, way == "cuda_ipc")
     views = [buffer.raw() for buffer in buffers]
-    if views and way == "shared_memory":
+    nbytes = len(body) + device_bytes + sum(view.nbytes for view in views)
+    block = None
+    if views and way != "inline":
         block = arena().allocate(sum(_aligned(view.nbytes) for view in views))
-        if block is not None:
-            return [msgpack.packb(("shared_memory", block.name, block.size, block.fill(views))), body]
-    return [msgpack.packb(("inline",)), body, *views]
+    taken = "cuda_ipc" if device_bytes else "shared_memory" if block else "inline"
+    if block is None:
+        return [msgpack.packb((taken, nbytes)), body, *views]
+    return [msgpack.packb((taken, nbytes, block.name, block.size, block.fill(views))), body]
 
 
 def unpack(frames: Sequence[Any]) -> Any:
@@ -91,52 +105,47 @@ def unpack(frames: Sequence[Any]) -> Any:
 
     Raises ConnectionError if the sender's shared memory is gone or damaged.
     """
-    way, *rest = msgpack.unpackb(frames[0])
+    way, _, *place = msgpack.unpackb(frames[0])
     if way == "reference":
-        if rest[0] != os.getpid():
-            raise RuntimeError(f"process {rest[0]} sent a reference, which only process {rest[0]} itself can read")
-        return _references.pop(rest[1])
-    if way == "shared_memory":
-        name, size, spans = rest
+        if place[0] != os.getpid():
+            raise RuntimeError(f"process {place[0]} sent a reference, which only process {place[0]} itself can read")
+        return _references.pop(place[1])
+    if place:
+        name, size, spans = place
         memory = memoryview(_hold(name, size))  # type: ignore[arg-type]
         return pickle.loads(frames[1], buffers=[memory[offset : offset + length] for offset, length in spans])
     return pickle.loads(frames[1], buffers=[bytearray(frame) for frame in frames[2:]])
 
 
-def way(frames: Sequence[Any]) -> Way:
-    """How a packed message travels."""
-    return msgpack.unpackb(frames[0])[0]
-
-
-def nbytes(frames: Sequence[Any]) -> int:
-    """Bytes of a packed message, of which a reference has none."""
-    way, *rest = msgpack.unpackb(frames[0])
-    in_block = sum(length for _, length in rest[2]) if way == "shared_memory" else 0
-    return in_block + sum(memoryview(frame).nbytes for frame in frames[1:])
+def describe(frames: Sequence[Any]) -> tuple[Way, int]:
+    """How a packed message travels, and its bytes, of which a reference has none."""
+    way, nbytes, *_ = msgpack.unpackb(frames[0])
+    return way, nbytes
 
 
 def discard(frames: Sequence[Any]) -> None:
     """Release what an undelivered message holds; a reference only the process that packed it can drop."""
-    way, *rest = msgpack.unpackb(frames[0])
-    if way == "reference" and rest[0] == os.getpid():
-        _references.pop(rest[1], None)
-    elif way == "shared_memory":
+    way, _, *place = msgpack.unpackb(frames[0])
+    if way == "reference" and place[0] == os.getpid():
+        _references.pop(place[1], None)
+    elif way != "reference" and place:
         with suppress(ConnectionError):  # of another host, or of a sender that has ended
-            HEADER.pack_into(_attach(rest[0], rest[1]), 0, FREE)
+            HEADER.pack_into(_attach(place[0], place[1]), 0, FREE)
 
 
 _references: dict[int, Any] = {}
 _reference_ids = itertools.count()
 
 
-def _dump(obj: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
+def _dump(obj: Any, over_ipc: bool) -> tuple[bytes, list[pickle.PickleBuffer], int]:
+    """The pickle, the buffers beside it, and the bytes that stay on a GPU."""
     try:
-        return _dump_with(_Pickler, obj)
+        return _dump_with(_Pickler, obj, over_ipc)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return _dump_with(_cloud_pickler(), obj)
+        return _dump_with(_cloud_pickler(), obj, over_ipc)
 
 
-def _dump_with(pickler_class: type[pickle.Pickler], obj: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
+def _dump_with(pickler_class: type[_Pickler], obj: Any, over_ipc: bool) -> tuple[bytes, list[pickle.PickleBuffer], int]:
     stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
 
     def in_band(buffer: pickle.PickleBuffer) -> bool:
@@ -145,48 +154,60 @@ def _dump_with(pickler_class: type[pickle.Pickler], obj: Any) -> tuple[bytes, li
         buffers.append(buffer)
         return False
 
-    pickler_class(stream, protocol=5, buffer_callback=in_band).dump(obj)
-    return stream.getvalue(), buffers
+    pickler = pickler_class(stream, protocol=5, buffer_callback=in_band)
+    pickler.over_ipc = over_ipc
+    pickler.dump(obj)
+    return stream.getvalue(), buffers, pickler.device_bytes
 
 
-def _reduce_array(obj: Any) -> Any:
-    """Reduce what pickle would copy into its stream: tensors, and arrays that are not contiguous."""
-    if type(obj) is np.ndarray:
-        contiguous = obj.flags.forc or obj.dtype.hasobject
-        return NotImplemented if contiguous else np.ascontiguousarray(obj).__reduce_ex__(5)
-    torch = sys.modules.get("torch")
-    if torch is None or type(obj) not in (torch.Tensor, torch.nn.Parameter):
-        return NotImplemented
-    if obj.device.type != "cpu" or obj.layout is not torch.strided:
-        return NotImplemented
-    if type(obj) is torch.nn.Parameter:
-        return torch.nn.Parameter, (obj.detach(), obj.requires_grad)
-    tensor = obj.detach().contiguous().resolve_conj().resolve_neg()
-    try:
-        return _tensor_from_array, (tensor.numpy(),)
-    except TypeError:  # NumPy lacks the type, bfloat16 for example: its bits travel as integers
-        bits = getattr(torch, f"int{8 * tensor.element_size()}")
-        return _tensor_from_array, (tensor.view(bits).numpy(), tensor.dtype)
+class _Reducer:
+    """Reduces what pickle would copy into its stream: tensors, and arrays that are not contiguous."""
+
+    over_ipc = False
+    device_bytes = 0
+
+    def reduce(self, obj: Any) -> Any:
+        if type(obj) is np.ndarray:
+            contiguous = obj.flags.forc or obj.dtype.hasobject
+            return NotImplemented if contiguous else np.ascontiguousarray(obj).__reduce_ex__(5)
+        torch = sys.modules.get("torch")
+        if torch is None or type(obj) not in (torch.Tensor, torch.nn.Parameter):
+            return NotImplemented
+        if obj.device.type not in ("cpu", "cuda") or obj.layout is not torch.strided:
+            return NotImplemented
+        if type(obj) is torch.nn.Parameter:
+            return torch.nn.Parameter, (obj.detach(), obj.requires_grad)
+        tensor = obj.detach().contiguous().resolve_conj().resolve_neg()
+        if tensor.device.type == "cuda":
+            if not self.over_ipc:
+                return cuda_memory.by_host(tensor)
+            self.device_bytes += tensor.nbytes
+            return cuda_memory.by_ipc(tensor)
+        try:
+            return _tensor_from_array, (tensor.numpy(),)
+        except TypeError:  # NumPy lacks the type, bfloat16 for example: its bits travel as integers
+            bits = getattr(torch, f"int{8 * tensor.element_size()}")
+            return _tensor_from_array, (tensor.view(bits).numpy(), tensor.dtype)
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(_Reducer, pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
             raise pickle.PicklingError("the receiver has another __main__")
-        return _reduce_array(obj)
+        return self.reduce(obj)
 
 
 @lru_cache(maxsize=1)
-def _cloud_pickler() -> type[pickle.Pickler]:
+def _cloud_pickler() -> Any:
     """Also takes lambdas and what `__main__` defines, at a price; used where the plain pickler gives up.
 
     Ray's own, for then a class that came with a worker and one that came with a message are the same class.
     """
     from ray import cloudpickle
 
-    class CloudPickler(cloudpickle.Pickler):
+    class CloudPickler(_Reducer, cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
-            reduced = _reduce_array(obj)
+            reduced = self.reduce(obj)
             return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
     return CloudPickler

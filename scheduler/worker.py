@@ -23,7 +23,7 @@ from scheduler import transport
 from scheduler.channel import Channel, ChannelClosed, ChannelTimeout
 from scheduler.connection import HubLost, Identity, become
 from scheduler.device_lock import DeviceLock, DeviceTimeout, release_dead
-from scheduler.placement import GroupPlacement
+from scheduler.placement import GroupPlacement, local_device_count
 from scheduler.stage import StageCall, StageReport, run_stage
 from scheduler.trace import Event, Trace
 from scheduler.transport import Location
@@ -233,9 +233,16 @@ class _Host:
 
 
 def _visible_gpus(positions: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for some of the GPUs that this process was given."""
+    """CUDA_VISIBLE_DEVICES for a rank: its own of the GPUs that this process was given, then the others.
+
+    The rank works on its own; to see the others lets it open what their workers send.
+    """
     given = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    return ",".join(given[position] if given else str(position) for position in positions)
+    if not given:
+        count, kind = local_device_count()
+        given = [str(gpu) for gpu in range(max(count if kind == "gpu" else 0, *(p + 1 for p in positions)))]
+    order = [*positions, *(position for position in range(len(given)) if position not in positions)]
+    return ",".join(given[position] for position in order)
 
 
 class Handle:
@@ -413,7 +420,7 @@ class Watch:
                 if ref in answered:
                     del asked[group, rank, actor]
                     failure = _failure_of(ref, group, rank)
-                    if failure is not None and actor in group.actors:
+                    if failure is not None and group in self._groups and actor in group.actors:
                         _tell_all(group, failure)
                         return
 

@@ -116,6 +116,14 @@ def hold(frames: list[bytes], pipe: Connection) -> None:
     pipe.recv()
 
 
+def echo(pipe: Connection) -> None:
+    """For each message of tensors: where each one lies, its type and its sum."""
+    while (frames := pipe.recv()) is not None:
+        tensors = unpack(frames)
+        pipe.send({name: (str(t.device), str(t.dtype), int(t.double().sum())) for name, t in tensors.items()})
+        del tensors
+
+
 def take_and_give_back(path: str, size: int, pipe: Connection) -> None:
     memory = transport._attach(path, size)
     pipe.send("ready")

@@ -21,8 +21,8 @@ import pytest
 import torch
 from probes import LARGE, hold, take_and_give_back
 
-from scheduler import transport
-from scheduler.transport import HEADER, SENT, Arena, Location, choose, discard, pack, remove_orphans, unpack
+from scheduler import cuda_memory, transport
+from scheduler.transport import HEADER, SENT, Arena, Location, choose, describe, discard, pack, remove_orphans, unpack
 
 HERE, OTHER_PROCESS, OTHER_HOST = Location("a", 1), Location("a", 2), Location("b", 1)
 
@@ -62,6 +62,58 @@ def test_a_receiver_elsewhere_or_unknown_gets_the_bytes_in_the_message(receivers
     assert choose(HERE, receivers) == "inline"
 
 
+@pytest.mark.parametrize(
+    ("sender", "receiver", "way"),
+    [
+        (Location("a", 1, ("0",)), Location("a", 2, ("0",)), "cuda_ipc"),  # the same GPU
+        (Location("a", 1, ("0", "1")), Location("a", 2, ("1", "0")), "cuda_ipc"),  # each has one, and sees the other
+        (Location("a", 1, ("0",)), Location("a", 2, ("1",)), "shared_memory"),
+        (Location("a", 1, ("0",)), Location("a", 2), "shared_memory"),
+        (Location("a", 1), Location("a", 2, ("0",)), "shared_memory"),
+        (Location("a", 1, ("0",)), Location("b", 2, ("0",)), "inline"),
+        (Location("a", 1, ("0",)), Location("a", 1, ("0",)), "reference"),
+    ],
+)
+def test_a_gpu_that_both_ends_see_is_used(sender: Location, receiver: Location, way: str) -> None:
+    assert choose(sender, [receiver]) == way
+
+
+def test_one_receiver_that_cannot_open_a_handle_is_enough_to_go_through_the_host() -> None:
+    sender, other = Location("a", 1, ("0",)), Location("a", 2, ("0",))
+    assert choose(sender, [other, Location("a", 3, ("1",))]) == "shared_memory"
+    assert choose(sender, [other, sender]) == "shared_memory"
+    assert choose(sender, [other, Location("b", 3, ("0",))]) == "inline"
+
+
+def test_an_end_sees_the_gpus_that_its_process_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1f2e,3")
+    assert Location.here("a").gpus == ("GPU-1f2e", "3")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert Location.here("a").gpus == ()
+
+
+def test_a_message_without_cuda_tensors_goes_by_shared_memory(arena: Arena) -> None:
+    frames = pack([np.ones(LARGE), torch.ones(LARGE)], "cuda_ipc")
+    assert describe(frames)[0] == "shared_memory"
+    assert all(float(item.sum()) == LARGE for item in unpack(frames))
+
+
+def test_a_small_message_goes_inside_whatever_the_way() -> None:
+    assert [describe(pack(3, way))[0] for way in ("cuda_ipc", "shared_memory", "inline")] == ["inline"] * 3  # type: ignore[arg-type]
+
+
+def test_a_cuda_tensor_arrives_on_the_cpu_where_there_is_no_such_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    tensor = torch.ones(3)
+    assert cuda_memory._to_device(tensor, 1) is tensor
+
+
+def test_a_handle_is_opened_under_the_receivers_index_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
+    monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", lambda *arguments: arguments)
+    assert cuda_memory._open("7", 1, ("a", "b", "c", "d", "e", "f", 0, "handle")) == (*"abcdef", 1, "handle")
+
+
 def test_a_reference_is_the_object_itself() -> None:
     value = [object()]
     assert unpack(pack(value, "reference")) is value
@@ -69,9 +121,9 @@ def test_a_reference_is_the_object_itself() -> None:
 
 def test_a_reference_of_another_process_is_refused() -> None:
     frames = pack("mine", "reference")
-    way, pid, token = transport.msgpack.unpackb(frames[0])
+    way, nbytes, pid, token = transport.msgpack.unpackb(frames[0])
     with pytest.raises(RuntimeError, match="only process"):
-        unpack([transport.msgpack.packb((way, pid + 1, token)), b""])
+        unpack([transport.msgpack.packb((way, nbytes, pid + 1, token)), b""])
     assert unpack(frames) == "mine"
 
 
@@ -288,7 +340,7 @@ def test_without_shared_memory_the_bytes_travel_in_the_message(arena: Arena) -> 
         frames = pack(np.arange(LARGE * 10), "shared_memory")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert transport.msgpack.unpackb(frames[0]) == ["inline"]
+    assert describe(frames)[0] == "inline"
     np.testing.assert_array_equal(unpack(frames), np.arange(LARGE * 10))
 
 
@@ -306,7 +358,7 @@ def test_free_blocks_of_other_sizes_make_room(arena: Arena, monkeypatch: pytest.
     with arena.blocks[1].path.open("rb") as freed:
         frames = pack(np.ones(2 * 2**20, np.uint8), "shared_memory")
         assert os.fstat(freed.fileno()).st_size == 0  # a receiver that has mapped it keeps no memory
-    assert transport.msgpack.unpackb(frames[0])[0] == "shared_memory"
+    assert describe(frames)[0] == "shared_memory"
     assert unpack(frames).all() and not kept.any()
 
 

@@ -96,11 +96,12 @@ def test_a_worker_runs_on_the_core_of_its_slot(group: WorkerGroup) -> None:
     assert group.cores().result(SOON) == [{usable[rank % len(usable)]} for rank in range(2)]
 
 
-def test_gpus_are_chosen_among_those_the_process_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ranks_own_gpus_come_first_among_those_the_process_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-1f2e,7")
-    assert _visible_gpus((1, 2)) == "GPU-1f2e,7"
+    assert _visible_gpus((1, 2)) == "GPU-1f2e,7,4"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert _visible_gpus((1, 2)) == "1,2"
+    monkeypatch.setattr("scheduler.worker.local_device_count", lambda: (4, "gpu"))
+    assert _visible_gpus((2,)) == "2,0,1,3"
 
 
 def test_workers_send_to_each_other_by_name(group: WorkerGroup) -> None:
