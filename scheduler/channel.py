@@ -124,7 +124,7 @@ class Channel:
                 return
 
     def _head(self, key: Any, n: int = 1, weight: float | None = None) -> bytes:
-        return msgpack.packb((self.name, self.capacity, key, n, weight))
+        return msgpack.packb((self.name, self.capacity, this_process.name, key, n, weight))
 
     def _request(self, *frames: bytes) -> Frames:
         return self._endpoint.connect().request(list(frames))
@@ -139,7 +139,8 @@ class Channel:
             transport.discard(frames)
         if status == b"withdrawn":
             named = f"channel '{self.name}'" + ("" if key is None else f" (key {key!r})")
-            raise ChannelTimeout(f"{named} {waiting}: waited {limit:g} s")
+            seen = ", ".join(msgpack.unpackb(reply[0])) or "nobody"
+            raise ChannelTimeout(f"{named} {waiting} (seen so far: {seen}): waited {limit:g} s")
         if status == b"failed":
             raise load_error(reply[0]) if reply[0] else ChannelClosed(f"channel '{self.name}' is closed")
         return reply

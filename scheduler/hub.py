@@ -53,6 +53,8 @@ class _State:
     capacity: int
     queues: dict[Any, _Queue] = field(default_factory=dict)
     taken: dict[bytes, float] = field(default_factory=dict)  # weight, by client, of those that balance it
+    producers: set[str] = field(default_factory=set)  # who has put, by name
+    consumers: set[str] = field(default_factory=set)  # who has asked for items
     closed: bool = False
     error: bytes = b""
 
@@ -214,28 +216,31 @@ class Hub:
     # ------------------------------------------------------------------------------------------ channels
 
     def _handle_channel(self, ticket: Ticket, verb: bytes, frames: Frames) -> None:
-        name, capacity, key, n, weight = msgpack.unpackb(frames[0], use_list=False)
+        name, capacity, peer, key, n, weight = msgpack.unpackb(frames[0], use_list=False)
         if name not in self._channels:
             self._channels[name] = _State(capacity, closed=bool(self._failure), error=self._failure)
         state = self._channels[name]
         queue = state.queues.setdefault(key, _Queue())
         if verb == b"put":
+            state.producers.add(peer)
             if state.closed:
                 self._reply(ticket, [b"failed", state.error])
             else:
                 queue.putters.append(_Putter(ticket, _Item(weight, frames[1:])))
                 self._advance(state, queue)
         elif verb == b"get":
+            state.consumers.add(peer)
             if weight is not None:  # a newcomer need not catch up with what the others took before
                 state.taken.setdefault(ticket[0], min(state.taken.values(), default=0.0))
             queue.getters.append(_Getter(ticket, n, weight))
             self._advance(state, queue)
         elif verb == b"cancel":
             withdrawn = (ticket[0], frames[1])
+            others = state.producers if any(getter.ticket == withdrawn for getter in queue.getters) else state.consumers
             queue.getters = deque(getter for getter in queue.getters if getter.ticket != withdrawn)
             queue.putters = deque(putter for putter in queue.putters if putter.ticket != withdrawn)
             self._advance(state, queue)
-            self._reply(ticket, [b"withdrawn"])
+            self._reply(ticket, [b"withdrawn", msgpack.packb(sorted(others))])
         elif verb == b"size":
             self._reply(ticket, [b"ok", msgpack.packb(len(queue.items))])
         else:  # close

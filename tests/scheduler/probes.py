@@ -21,8 +21,9 @@ LARGE = 40_000  # elements, enough bytes for shared memory in every dtype
 class Probe(Worker):
     """A worker that does what a test tells it to."""
 
-    def __init__(self, fails: bool = False, mark: str = "") -> None:
+    def __init__(self, fails: bool = False, slow: float = 0.0, mark: str = "") -> None:
         self.mark = mark
+        time.sleep(slow)
         if fails:
             raise ValueError("no such robot")
 

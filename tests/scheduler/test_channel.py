@@ -151,14 +151,31 @@ def test_waiting_costs_no_processor_time(hub: Hub) -> None:
 
 
 def test_a_get_that_takes_too_long_names_the_channel_and_its_producers(hub: Hub) -> None:
-    with pytest.raises(ChannelTimeout, match=r"'c' \(key 3\) has been empty; it is filled by env: waited 0.1 s"):
+    with pytest.raises(
+        ChannelTimeout, match=r"'c' \(key 3\) has been empty; it is filled by env \(seen so far: nobody\): waited 0.1 s"
+    ):
         make(hub).get(key=3, timeout=0.1)
 
 
 def test_a_put_that_takes_too_long_names_the_channel_and_its_consumers(hub: Hub) -> None:
     channel = make(hub, capacity=1)
     channel.put(0)
-    with pytest.raises(ChannelTimeout, match="channel 'c' has been full; it is read by actor: waited 0.1 s"):
+    with pytest.raises(
+        ChannelTimeout, match=r"channel 'c' has been full; it is read by actor \(seen so far: nobody\): waited 0.1 s"
+    ):
+        channel.put(1, timeout=0.1)
+
+
+def test_a_time_out_names_the_peers_that_have_been_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = make(hub, capacity=1)
+    for name in ("env[2]", "env[0]"):
+        monkeypatch.setattr(connection.this_process, "name", name)
+        channel.put(name)
+        channel.get()
+    with pytest.raises(ChannelTimeout, match=r"it is filled by env \(seen so far: env\[0\], env\[2\]\): waited"):
+        channel.get(timeout=0.1)
+    channel.put(0)
+    with pytest.raises(ChannelTimeout, match=r"it is read by actor \(seen so far: env\[0\], env\[2\]\): waited"):
         channel.put(1, timeout=0.1)
 
 

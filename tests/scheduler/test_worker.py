@@ -112,7 +112,8 @@ def test_workers_send_to_each_other_by_name(group: WorkerGroup) -> None:
 
 def test_a_message_that_does_not_come_is_named_with_its_sender(group: WorkerGroup) -> None:
     with pytest.raises(
-        WorkerFailed, match=r"channel 'mail/probe\[\d\]' \(key 'env\[0\]'\).* filled by env\[0\]: waited"
+        WorkerFailed,
+        match=r"channel 'mail/probe\[\d\]' \(key 'env\[0\]'\).* filled by env\[0\] ",
     ):
         group.receive_from("env[0]").wait(SOON)
 
@@ -206,13 +207,23 @@ def test_a_time_out_is_not_the_first_cause_while_there_is_another(group: WorkerG
 
 
 def test_a_time_out_alone_names_whom_it_waited_for(group: WorkerGroup, channel: Channel) -> None:
-    with pytest.raises(WorkerFailed, match="has been empty; it is filled by probe: waited 0.1 s"):
+    with pytest.raises(
+        WorkerFailed, match=r"has been empty; it is filled by probe \(seen so far: nobody\): waited 0.1 s"
+    ):
         group.get(channel, 0.1).wait(SOON)
 
 
 def test_a_failure_at_the_start_is_raised(cluster: Cluster) -> None:
     with pytest.raises(WorkerFailed, match=r"^probe\[0\] failed: ValueError: no such robot"):
         start(cluster, fails=True)
+
+
+def test_a_worker_that_does_not_come_up_is_named(ray_here: None) -> None:
+    with Cluster(cpu_slots=2, timeout_s=60.0) as cluster:
+        cluster.start("other", Probe, GroupPlacement("other", ((0,),)))
+        cluster.timeout_s = 0.5
+        with pytest.raises(TimeoutError, match=r"^waited 0.5 s for probe\[0\]$"):
+            start(cluster, slow=30.0)
 
 
 def test_a_worker_that_cannot_be_loaded_fails_at_the_start(
