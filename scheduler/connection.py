@@ -71,6 +71,8 @@ class Client:
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)  # or a firewall may drop a connection that is idle
         self._socket.connect(address)
         self._address = address
         self._numbers = itertools.count()
