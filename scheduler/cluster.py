@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -116,8 +117,6 @@ class Cluster:
 
         Nobody may be calling the group. Raises WorkerFailed, or PlacementError; the old workers then go on.
         """
-        import ray
-
         begun = time.monotonic()
         states = group.state().result(self.timeout_s)
         args, kwargs = group._args
@@ -126,18 +125,19 @@ class Cluster:
             self.await_start([(successor, start)])
             successor.restore(states).wait(self.timeout_s)
         except BaseException:
-            for actor in successor.actors:
-                ray.kill(actor)
+            self.end([successor])
             raise
-        finally:
-            self.groups.remove(successor)
         successor.start_s = time.monotonic() - begun
-        predecessors, ranks = group.actors, len(group)
+        self.groups.remove(successor)
+        predecessors = group.actors
         group.become(successor)
-        with suppress(ray.exceptions.RayError):
-            ray.wait([actor.end.remote() for actor in predecessors], num_returns=ranks, timeout=END_S)
-        for actor in predecessors:
-            ray.kill(actor)
+        _end(predecessors)
+
+    def end(self, groups: Sequence[WorkerGroup]) -> None:
+        """End the workers of some groups, which are then of no use any more."""
+        for group in groups:
+            self.groups.remove(group)
+        _end([actor for group in groups for actor in group.actors])
 
     def await_start(self, launched: list[tuple[WorkerGroup, Handle]]) -> None:
         """Wait until the launched groups are constructed. Raises the first cause of a failure."""
@@ -185,13 +185,9 @@ class Cluster:
         owns_ray, self._owns_ray = self._owns_ray, False
         try:
             self._watch.stop()
-            actors = [actor for group in groups for actor in group.actors]
-            if actors:
+            if groups:
                 channels.fail_all(self.hub.endpoint.local, WorkerFailed("the driver", "ended the run"), for_good=True)
-                with suppress(ray.exceptions.RayError):
-                    ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=END_S)
-            for actor in actors:
-                ray.kill(actor)
+            _end([actor for group in groups for actor in group.actors])
             self.hub.close()
         finally:
             if owns_ray:
@@ -203,6 +199,17 @@ class Cluster:
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
+
+
+def _end(actors: list[Any]) -> None:
+    """Let workers shut down, then kill their processes."""
+    import ray
+
+    if actors:
+        with suppress(ray.exceptions.RayError):
+            ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=END_S)
+    for actor in actors:
+        ray.kill(actor)
 
 
 def _init_ray(address: str | None) -> None:

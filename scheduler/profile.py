@@ -6,7 +6,9 @@ recipe on one machine with what switching costs. Nothing is measured here: `exec
 How a `CostModel` predicts `seconds(items, devices)`:
 
 1. Samples with equal (items, devices) become one point: the median of the seconds, the largest memory.
-2. For each measured device count, points are ordered by load, `ceil(items / devices)`, the items of the busiest device.
+2. For each measured device count, points are ordered by load, `ceil(items / devices)`, the items of the busiest device;
+   of devices that the stage did not keep busy (`Sample.busy`: one thread that has several cores) only those count
+   that it would have needed.
    Isotonic regression (pool adjacent violators) makes the seconds non-decreasing in it; between points they are
    interpolated linearly. So the fixed cost of a call and the cost of each item are both in the curve.
 3. Below the smallest load the first segment is continued (never under a proportional share, never under 0; a lone point
@@ -15,7 +17,7 @@ How a `CostModel` predicts `seconds(items, devices)`:
 4. Between two measured device counts a power law joins the two predictions for the same items, which is monotone and
    keeps the measured efficiency. Beyond the largest and below the smallest count, time depends on the load alone (data
    parallelism at the efficiency of the nearest measured count; a fixed cost stays fixed: Amdahl's law). A stage that
-   keeps only some of its devices busy (`Sample.busy`) loses nothing by having fewer, as long as those suffice.
+   kept only some of its devices busy loses nothing by having fewer, as long as those suffice.
 
 Memory follows the same rules with maxima for medians; below the smallest count it is scaled by `measured / devices`,
 as if all of it were sharded, so that a plan is not accepted on a guess.
@@ -114,15 +116,15 @@ class CostModel:
         memory: dict[int, Curve] = {}
         busy: dict[int, float] = {}
         for count in sorted({sample.devices for sample in samples}):
+            here = [sample for sample in samples if sample.devices == count]
+            busy[count] = statistics.median(sample.busy for sample in here)
             at_load: dict[int, list[Sample]] = {}
-            for sample in samples:
-                if sample.devices == count:
-                    at_load.setdefault(-(-sample.items // count), []).append(sample)
+            for sample in here:
+                at_load.setdefault(-(-sample.items // needed(count, busy[count])), []).append(sample)
             loads = sorted(at_load)
             medians = np.array([statistics.median(s.seconds for s in at_load[x]) for x in loads])
             weights = np.array([len(at_load[x]) for x in loads], dtype=np.float64)
             largest = np.array([max(s.memory_bytes for s in at_load[x]) for x in loads], dtype=np.float64)
-            busy[count] = statistics.median(s.busy for at in at_load.values() for s in at)
             time[count] = Curve(np.array(loads, dtype=np.float64), isotonic(medians, weights))
             memory[count] = Curve(np.array(loads, dtype=np.float64), np.maximum.accumulate(largest))
         relative = [d * len(s.durations) / total for s in samples if (total := sum(s.durations)) for d in s.durations]
@@ -133,8 +135,7 @@ class CostModel:
 
     def seconds(self, items: ArrayLike, devices: ArrayLike) -> Floats:
         """Seconds of one call with `items` on `devices`; both broadcast. Non-decreasing in items."""
-        fewest = min(self.time)
-        return _across_counts(self.time, items, devices, needed=fewest * self.busy[fewest])
+        return _across_counts(self.time, self.busy, items, devices)
 
     def busy_share(self, devices: ArrayLike) -> Floats:
         """Share of `devices` that a call keeps busy: that of the nearest smaller measured count."""
@@ -148,7 +149,7 @@ class CostModel:
         """Peak bytes on one device of such a call; both arguments broadcast."""
         count = min(self.memory)
         shards = np.maximum(count / np.asarray(devices, dtype=np.float64), 1.0)
-        return _across_counts(self.memory, items, devices) * shards
+        return _across_counts(self.memory, self.busy, items, devices) * shards
 
     def sample_factor(self, items: int, rng: np.random.Generator) -> float:
         """Random factor of mean 1 on the seconds of a call: the mean of `items` drawn durations over their mean."""
@@ -168,19 +169,21 @@ def isotonic(values: Floats, weights: Floats) -> Floats:
     return np.repeat([mean for mean, _, _ in blocks], [length for _, _, length in blocks])
 
 
-def _across_counts(
-    curves: dict[int, Curve], items: ArrayLike, devices: ArrayLike, needed: float | None = None
-) -> Floats:
-    """`needed`: how many of the fewest measured devices are at work; None: all of them."""
+def needed(devices: int, busy: float) -> int:
+    """How many of `devices` a stage needs that keeps this share of them busy."""
+    return max(1, round(devices * busy))
+
+
+def _across_counts(curves: dict[int, Curve], busy: dict[int, float], items: ArrayLike, devices: ArrayLike) -> Floats:
     wanted, count = np.broadcast_arrays(np.asarray(items, dtype=np.float64), np.asarray(devices, dtype=np.float64))
     measured = list(curves)
 
     def on(curve: int, n: Floats) -> Floats:
-        return curves[curve].at(np.ceil(wanted / n - 1e-9))
+        useful = needed(curve, busy[curve])
+        working = np.where(n < curve, np.minimum(n, useful), n * useful / curve)
+        return curves[curve].at(np.ceil(wanted / working - 1e-9))
 
-    fewest = measured[0]
-    useful = fewest if needed is None else max(needed, 1e-9)
-    value = on(fewest, np.where(count < fewest, np.minimum(fewest, count * fewest / useful), count))
+    value = on(measured[0], count)
     for low, high in zip(measured, measured[1:], strict=False):
         share = np.clip(np.log(count / low) / np.log(high / low), 0.0, 1.0)
         a, b = on(low, np.full_like(count, low)), on(high, np.full_like(count, high))

@@ -1,0 +1,111 @@
+"""A running flow measures itself, is planned from that, and moves where that pays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Maker, Taker
+
+from scheduler.cluster import Cluster
+from scheduler.execute import Schedule, run
+from scheduler.executor import Executor
+from scheduler.flow import Flow
+from scheduler.placement import parse_placement
+from scheduler.plan import Plan
+from scheduler.profile import Profile
+from scheduler.worker import WorkerGroup
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {"maker.slowly": (0.02,), "taker.slowly": (0.02,)}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # where workers find the crew
+        with Cluster(cpu_slots=2, timeout_s=60) as started:
+            yield started
+
+
+@pytest.fixture
+def groups(cluster: Cluster) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+    """Two groups on both slots."""
+    placed = parse_placement("maker, taker: all", 2, ["maker", "taker"])
+    maker, taker = cluster.start("maker", Maker, placed["maker"]), cluster.start("taker", Taker, placed["taker"])
+    yield maker, taker
+    cluster.end([maker, taker])
+
+
+def two_stages(groups: tuple[WorkerGroup, WorkerGroup]) -> Flow:
+    flow = Flow("two stages")
+    made = flow.stage(groups[0].slowly, flow.source("numbers"))
+    flow.stage(groups[1].slowly, made)
+    return flow
+
+
+def test_a_flow_is_measured_planned_and_moved_where_that_pays(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    executor, profile = Executor(two_stages(groups), items=8), Profile()
+    schedule = Schedule(executor, profile)
+    for number in range(7):
+        done, metrics = schedule.iterate({"numbers": range(8)}, ARGUMENTS)
+        assert done.outputs["taker.slowly"] == [2 * n for n in range(8)]
+        if number < 4:
+            assert "schedule/predicted_s" not in metrics, "nothing to predict from"
+    assert metrics["schedule/predicted_s"] == pytest.approx(0.18, rel=0.2), "both at work at once"
+    assert {sample.items for sample in profile.samples["maker.slowly"]} >= {1, 8}, "a few batch sizes were tried"
+    first, moved = schedule.changes[:2]
+    assert first.plan.placement == {"maker": (0, 1), "taker": (0, 1)}
+    assert moved.plan.placement in ({"maker": (0,), "taker": (1,)}, {"maker": (1,), "taker": (0,)})
+    assert "moving" in moved.reason and moved.plan.predicted_s < 0.75 * first.plan.predicted_s
+    assert executor.placement == moved.plan.placement
+    assert sum(groups[0].count().result()) == 7 * 8, "its state went with it"
+
+
+def test_no_move_for_what_is_left_of_a_short_run(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    schedule = Schedule(Executor(two_stages(groups), items=8), Profile())
+    for left in range(6, 0, -1):
+        schedule.iterate({"numbers": range(8)}, ARGUMENTS, left=left)
+    assert len(schedule.changes) == 1
+    assert schedule.executor.placement == {"maker": (0, 1), "taker": (0, 1)}
+
+
+def test_a_fixed_placement_stays(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    schedule = Schedule(Executor(two_stages(groups), items=8), Profile(), fixed=True)
+    for _ in range(6):
+        _, metrics = schedule.iterate({"numbers": range(8)}, ARGUMENTS)
+    assert schedule.executor.placement == {"maker": (0, 1), "taker": (0, 1)}
+    assert metrics["schedule/predicted_s"] == pytest.approx(0.32, rel=0.1)
+
+
+def test_a_known_profile_needs_no_trials_and_a_measured_plan_is_judged_by_its_time(
+    groups: tuple[WorkerGroup, WorkerGroup],
+) -> None:
+    flow, profile = two_stages(groups), Profile()
+    schedule = Schedule(Executor(flow, items=8), profile)
+    for _ in range(6):
+        schedule.iterate({"numbers": range(8)}, ARGUMENTS)
+    again = Schedule(Executor(flow, items=8), profile)  # another run, later
+    for number in range(3):
+        _, metrics = again.iterate({"numbers": range(8)}, ARGUMENTS)
+        assert ("schedule/predicted_s" in metrics) == (number > 0)
+    assert [change.iteration for change in again.changes] == [1]
+    current = again.executor.plan
+    assert current is not None
+    again._seconds[next(iter(again._seconds))].extend([0.01] * 5)  # it turned out much faster than was predicted
+    assert again._score(current, current) == pytest.approx(0.01)
+
+
+def test_run_from_a_plan_and_without(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    flow = Flow("run")
+    made = flow.stage(groups[0].double, flow.source("numbers"))
+    flow.stage(groups[1].gather, made, gather=True)
+    profile = Profile()
+    for iteration in run(flow, iterations=5, sources={"numbers": range(8)}, profile=profile):
+        assert iteration.outputs["taker.gather"] == [56]
+    plan = Plan.from_placement(flow, {"maker": [1], "taker": [0]}, profile, 8, 2)
+    for iteration in run(flow, plan, iterations=2, sources={"numbers": range(8)}, replan=False):
+        assert iteration.outputs["taker.gather"] == [56]
+    assert (groups[0].placement.devices, groups[1].placement.devices) == ((1,), (0,))
