@@ -107,10 +107,12 @@ class _SelfAttention(nn.Module):
         q, k = _rotate(q, rotation), _rotate(k, rotation)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
-        shared_k, shared_v = k.repeat_interleave(self.groups, 1), v.repeat_interleave(self.groups, 1)
+        key_value = k, v
+        if self.groups > 1:
+            k, v = k.repeat_interleave(self.groups, 1), v.repeat_interleave(self.groups, 1)
         attend = F.scaled_dot_product_attention if self.fused else _eager_attention
-        attended = attend(q, shared_k, shared_v, attn_mask=mask)
-        return self.o_proj(attended.transpose(1, 2).flatten(2)), (k, v)
+        attended = attend(q, k, v, attn_mask=mask)
+        return self.o_proj(attended.transpose(1, 2).flatten(2)), key_value
 
 
 class _MLP(nn.Module):

@@ -84,7 +84,9 @@ class OpenVLAPolicy(Policy):
         prompts = PromptTokenizer(
             source.tokenizer, self.config.vocab_size, self.config.pad_token_id, settings.prompt, settings.prompt_length
         )
-        self.processor = Processor(self.config, prompts, source.preprocessor, settings.center_crop, settings.view)
+        self.processor = Processor(
+            self.config, prompts, source.preprocessor, settings.lanczos, settings.center_crop, settings.view
+        )
         self.tokens = ActionTokens(self.config.vocab_size, self.config.num_bins)
         self.sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
         if settings.unnorm_key is not None:
@@ -92,9 +94,9 @@ class OpenVLAPolicy(Policy):
         self.network = _network(source, settings)
         self.critic = ValueHead(self.config.text.hidden_size, settings.value_hidden, settings.value_position)
         self.adapted = prepare_training(self.network, settings)
-        if settings.compile:
+        if settings.compile is not None:
             for layer in self.network.language_model.model.layers:
-                layer.compile(dynamic=True)
+                layer.compile(backend=settings.compile, dynamic=True)
 
     @functools.cached_property
     def statistics(self) -> ActionStatistics:

@@ -24,6 +24,7 @@ class Processor:
         config: of the model.
         tokenizer: of its prompts.
         written: content of the checkpoint's `preprocessor_config.json`; None: the published models' values.
+        lanczos: resize images by TensorFlow's Lanczos filter first, as published evaluations in LIBERO do.
         center_crop: show the model the middle 90 % of each image, as evaluations of models do that were trained with
             random crops.
         view: which camera is shown.
@@ -34,11 +35,12 @@ class Processor:
         config: OpenVLAConfig,
         tokenizer: PromptTokenizer,
         written: dict[str, Any] | None = None,
+        lanczos: bool = False,
         center_crop: bool = False,
         view: int = 0,
     ) -> None:
         self.written = written or _published(config)
-        self.tokenizer, self.center_crop, self.view = tokenizer, center_crop, view
+        self.tokenizer, self.lanczos, self.center_crop, self.view = tokenizer, lanczos, center_crop, view
         self.size: int = config.image_size
         self.strategy = self.written["image_resize_strategy"]
         if self.strategy not in ("resize-naive", "letterbox", "resize-crop"):
@@ -85,6 +87,8 @@ class Processor:
 
     def resize(self, image: Tensor) -> Tensor:
         """Crop and resize uint8 [N, 3, H, W] -> [N, 3, size, size]."""
+        if self.lanczos:
+            image = images.lanczos(image)
         if self.center_crop:
             image = images.center_crop(image)
         return images.resize(image, self.size, self.strategy, self.fill)

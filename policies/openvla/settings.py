@@ -28,12 +28,13 @@ class OpenVLASettings:
         tokenizer: directory that has the tokenizer; None: the checkpoint's.
         prompt: style of the prompt.
         prompt_length: prompts are filled up to it; None: to the longest of a batch.
+        lanczos: resize images by TensorFlow's Lanczos filter first.
         center_crop: show the middle 90 % of the image.
         view: which camera is shown.
         dtype: of the network; None: as stored. The value head and adapters are float32.
         attention: implementation, in the vision towers and in the language model.
         gradient_checkpointing: recompute activations in the backward pass.
-        compile: run the language model's layers through `torch.compile`.
+        compile: backend of `torch.compile` for the language model's layers, such as `inductor`; None: not compiled.
         temperature, top_k, top_p: see `Sampling`.
         value_position, value_hidden: see `ValueHead`.
         lora: adapters to train; everything but them and the value head is then frozen.
@@ -47,12 +48,13 @@ class OpenVLASettings:
     tokenizer: str | None = None
     prompt: PromptStyle = "openvla"
     prompt_length: int | None = None
+    lanczos: bool = False
     center_crop: bool = False
     view: int = 0
     dtype: Dtype | None = None
     attention: Attention = "sdpa"
     gradient_checkpointing: bool = False
-    compile: bool = False
+    compile: str | None = None
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None

@@ -42,10 +42,19 @@ def test_the_centre_crop_equals_the_reference_bit_for_bit(size: str) -> None:
     assert torch.equal(cropped[0].permute(1, 2, 0), expected[f"jpeg_lanczos_crop_{size}"])
 
 
+@pytest.mark.parametrize("size", ["224x224", "256x256", "480x640", "128x96"])
+def test_lanczos_equals_the_reference_but_for_a_few_roundings(size: str) -> None:
+    resized = images.lanczos(batch(tensors("preprocess.npz")[f"raw_{size}"]))[0].permute(1, 2, 0)
+    distance = (resized.int() - tensors("tf_image.npz")[f"lanczos_{size}"].int()).abs()
+    assert distance.max() <= 1
+    assert (distance > 0).float().mean() <= 1e-4
+
+
 @pytest.mark.parametrize("strategy", ["resize-naive", "letterbox", "resize-crop"])
 def test_a_batch_is_its_images_one_by_one(strategy: images.ResizeStrategy) -> None:
     data = torch.randint(256, (3, 3, 40, 70), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     together = images.resize(data, 56, strategy, [127] * 3)
     alone = torch.cat([images.resize(image[None], 56, strategy, [127] * 3) for image in data])
     assert torch.equal(together, alone)
+    assert torch.equal(images.lanczos(data), torch.cat([images.lanczos(image[None]) for image in data]))
     assert torch.equal(images.center_crop(data), torch.cat([images.center_crop(image[None]) for image in data]))

@@ -12,6 +12,7 @@ from openvla_golden import golden_policy, observation, rows, tensors
 
 import policies
 from policies import Policy, PolicySettings, SlotNoise, openvla
+from policies.openvla import images
 from policies.sampling import Sampling
 
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.6, 1.0, 1.6])
@@ -41,6 +42,23 @@ def test_the_centre_crop_is_taken_before_resizing() -> None:
     policy = golden_policy(center_crop=True)
     prepared = policy.prepare({"image": raw[None, None], "instruction": ["push"]})
     assert torch.equal(policy.processor.normalise(prepared["pixels"]), data["pixel_values_main"])
+
+
+def test_lanczos_comes_before_the_centre_crop() -> None:
+    raw = tensors("preprocess.npz")["raw_256x256"]
+    seen = {"image": raw[None, None], "instruction": ["push"]}
+    prepared = golden_policy(lanczos=True, center_crop=True).prepare(seen)
+    image = images.center_crop(images.lanczos(raw.permute(2, 0, 1)[None]))
+    assert torch.equal(prepared["pixels"], images.resize(image, 56, "resize-naive", [127] * 3))
+
+
+def test_compiled_layers_agree() -> None:
+    plain, compiled = golden_policy(), golden_policy.__wrapped__(compile="eager")
+    seen = observation(2)
+    expected, output = (policy.act(seen, True, None) for policy in (plain, compiled))
+    assert torch.equal(output.token, expected.token)
+    torch.testing.assert_close(output.logprob, expected.logprob, rtol=0, atol=5e-5)
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
 
 
 def test_shapes_and_types() -> None:
