@@ -108,7 +108,9 @@ class Simulation:
         if not hasattr(space, "low"):
             raise EnvError(f"{settings.id} has several robots (actions {space}); only single-robot envs are supported")
         self.action = ActionSpec(tuple(map(float, space.low)), tuple(map(float, space.high)))
-        self.horizon = env.spec.max_episode_steps or 2**31 - 1
+        from mani_skill.utils.registration import REGISTERED_ENVS
+
+        self.horizon = REGISTERED_ENVS[settings.id].max_episode_steps or 2**31 - 1  # env.spec does not say
         self.instruction = self._instruction(settings.id)
         self.has_success = "success" in self._env.get_info()
 

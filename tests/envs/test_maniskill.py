@@ -224,6 +224,13 @@ def test_images_without_a_vulkan_device_are_refused_with_the_reason(no_vulkan_po
         no_vulkan_pool.vector_env(EnvSettings("maniskill", "PushCube-v1", observation=("image",)), [0])
 
 
+@pytest.mark.parametrize(("env_id", "steps"), [("PushCube-v1", 50), ("MS-CartpoleBalance-v1", 1000)])
+def test_horizon_is_the_env_s_own_unless_given(env_id: str, steps: int) -> None:
+    settings = EnvSettings("maniskill", env_id)
+    assert make(settings).horizon == steps
+    assert EpisodicVectorEnv(VectorArgs(settings, [0])).spec.horizon == steps
+
+
 def test_env_without_a_success_test_is_said_to_have_none() -> None:
     assert not make(maniskill("Empty-v1", control_mode=None, reward_mode="none")).has_success
 
