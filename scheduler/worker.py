@@ -118,18 +118,23 @@ class Worker:
         """Undo `offload`."""
 
     @contextmanager
-    def lease(self, timeout: float | None = None) -> Iterator[None]:
+    def lease(self, timeout: float | None = None, keep: bool = True) -> Iterator[None]:
         """Hold this rank's devices for a block of work; waits, in a fair order, until no other worker holds them.
 
         A class that overrides `offload` has moved its memory to the host when the block ends if another worker waits
         for the devices; the next lease brings it back. Raises DeviceTimeout naming who holds the devices.
+
+        Args:
+            timeout: seconds.
+            keep: leave the memory on the devices while nobody waits for them. False is for workers that do not fit
+                on the devices together: who comes later could not make room.
         """
         lock = self.context.device_lock
         with lock.lease(self.devices, timeout):
             if self._offloaded:
                 self._switch(self.onload)
             yield
-            if type(self).offload is not Worker.offload and lock.is_wanted(self.devices):
+            if type(self).offload is not Worker.offload and (not keep or lock.is_wanted(self.devices)):
                 self._switch(self.offload)
 
     def switch_seconds(self) -> dict[str, list[float]]:

@@ -157,8 +157,8 @@ class Leaser(Worker):
     def __init__(self) -> None:
         self.place = "device"
 
-    def hold(self, seconds: float, timeout: float | None = None) -> None:
-        with self.lease(timeout):
+    def hold(self, seconds: float, timeout: float | None = None, keep: bool = True) -> None:
+        with self.lease(timeout, keep):
             assert self.place == "device"
             time.sleep(seconds)
 

@@ -404,6 +404,15 @@ def test_workers_switch_on_shared_devices_only_when_another_waits(cluster: Clust
     assert [event.category for event in events if event.name == "wait for devices"] == ["wait"] * 3
 
 
+def test_workers_that_do_not_fit_together_leave_nothing_on_the_devices(cluster: Cluster) -> None:
+    group = start(cluster, "large")
+    for _ in range(2):
+        group.hold(0.0, keep=False).wait(SOON)
+        assert group.memory().result(SOON) == ["host"]
+    (seconds,) = group.switch_seconds().result(SOON)
+    assert [len(seconds["offload"]), len(seconds["onload"])] == [2, 1]
+
+
 def test_a_worker_that_waits_too_long_for_devices_names_their_holder(cluster: Cluster) -> None:
     holding, waiting = start(cluster, "holding"), start(cluster, "waiting")
     handle = holding.hold(1.0)
