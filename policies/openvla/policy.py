@@ -20,7 +20,7 @@ from policies.noise import SlotNoise
 from policies.openvla.checkpoint import load_weights, save_checkpoint
 from policies.openvla.config import OpenVLAConfig
 from policies.openvla.model import Context, OpenVLA
-from policies.openvla.presets import PRESETS, preset
+from policies.openvla.presets import PRESETS, preset_config, preset_tokenizer
 from policies.openvla.processor import Processor
 from policies.openvla.prompts import PromptTokenizer
 from policies.openvla.settings import OpenVLASettings
@@ -45,6 +45,21 @@ def load(checkpoint: str | Path, **options: Any) -> OpenVLAPolicy:
         ValueError, TypeError: an option that does not exist or does not fit.
     """
     return OpenVLAPolicy(str(checkpoint), OpenVLASettings.from_options(options))
+
+
+def read_config(checkpoint: str | Path, action_size: int = 7) -> OpenVLAConfig:
+    """The configuration of a checkpoint directory, or of a preset for actions of a given size.
+
+    Raises:
+        FileNotFoundError: no such directory or preset, or no configuration in it.
+        ConfigError: the checkpoint is of another architecture.
+    """
+    if str(checkpoint) in PRESETS:
+        return preset_config(str(checkpoint), action_size)
+    directory = Path(checkpoint)
+    if not directory.is_dir():
+        raise FileNotFoundError(f"{directory} is no directory, and no preset; presets: {', '.join(PRESETS)}")
+    return OpenVLAConfig.read(directory)
 
 
 def build(settings: PolicySettings) -> OpenVLAPolicy:
@@ -143,7 +158,7 @@ class OpenVLAPolicy(Policy):
             Ids [N, A], and the logits of all action ids that each was chosen by, float32 [N, A, bins].
         """
         size = len(self.statistics.low)
-        uniform = None if deterministic else _uniform(generator, size).to(context.hidden.device)
+        uniform = None if deterministic else _uniform(generator, len(context.mask), size).to(context.mask.device)
         chosen: list[Tensor] = []
         logits: list[Tensor] = []
         for index in range(size):
@@ -192,13 +207,10 @@ class _Source(NamedTuple):
 
 
 def _open(checkpoint: str, settings: OpenVLASettings, action_size: int) -> _Source:
+    config = read_config(checkpoint, action_size)
     if checkpoint in PRESETS:
-        raw, tokenizer = preset(checkpoint, action_size)
-        return _Source(OpenVLAConfig.from_dict(raw), tokenizer, None, None)
+        return _Source(config, preset_tokenizer(), None, None)
     directory = Path(checkpoint)
-    if not directory.is_dir():
-        raise FileNotFoundError(f"{directory} is no directory, and no preset; presets: {', '.join(PRESETS)}")
-    config = OpenVLAConfig.read(directory)
     tokenizer = PromptTokenizer.read(Path(settings.tokenizer or directory))
     return _Source(config, tokenizer, Processor.read(directory), directory)
 
@@ -230,7 +242,9 @@ def prepare_training(network: OpenVLA, settings: OpenVLASettings) -> list[str]:
     return []
 
 
-def _uniform(generator: SlotNoise | None, size: int) -> Tensor:
+def _uniform(generator: SlotNoise | None, envs: int, size: int) -> Tensor:
     if generator is None:
         raise ValueError("sampling needs a generator")
+    if len(generator.keys) != envs:
+        raise ValueError(f"the generator has {len(generator.keys)} slots for {envs} envs")
     return torch.from_numpy(generator.uniform(size))

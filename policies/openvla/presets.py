@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from policies.openvla.config import OpenVLAConfig
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _ACTION_BINS = 256
 _FIRST_ACTION_CHARACTER = 0x4E00  # single characters that no instruction holds and that never merge
 
+_SPECIAL, _SPACE = ("<unk>", "<s>", "</s>"), "▁"
 _SENTENCES = (
-    "In: What action should the robot take to pick up the cube and put it on the plate?\nOut: ",
+    "In: What action should the robot take to pick up the cube and put it on the plate? Out:",
     "push the cube to the goal region, pull the red ball, lift the peg, stack the green cube on the blue cube",
     "open the top drawer of the cabinet, close the door, turn on the stove, place the black bowl in the basket",
 )
@@ -54,47 +57,44 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def preset(name: str, action_size: int = 7) -> tuple[dict[str, Any], Tokenizer]:
-    """The content of a preset's `config.json`, and its tokenizer.
+def preset_config(name: str, action_size: int = 7) -> OpenVLAConfig:
+    """The configuration of a preset.
 
     The one data set in its statistics is the preset's name; its actions fill [-1, 1] in every dimension.
     """
-    tokenizer = _tokenizer()
-    size = tokenizer.get_vocab_size(with_added_tokens=False)
+    size = len(_vocabulary()[0])
     config = {**PRESETS[name], "pad_token_id": size}
     config["text_config"] = {**config["text_config"], "vocab_size": size + config["pad_to_multiple_of"]}
     action = {"q01": [-1.0] * action_size, "q99": [1.0] * action_size, "mask": [True] * action_size}
-    config["norm_stats"] = {name: {"action": action}}
-    return config, tokenizer
+    return OpenVLAConfig.from_dict({**config, "norm_stats": {name: {"action": action}}}, name)
 
 
-def _tokenizer() -> Tokenizer:
+def preset_tokenizer() -> Tokenizer:
     """A tokenizer of Llama 2's kind: bytes as fallback, spaces as `▁`, action characters last."""
     import tokenizers
 
-    special, mark = ["<unk>", "<s>", "</s>"], "▁"
-    words = sorted({word for sentence in _SENTENCES for word in sentence.replace("\n", " ").split()})
-    pieces: dict[str, None] = dict.fromkeys([*special, *(f"<0x{byte:02X}>" for byte in range(256)), mark])
-    pieces |= dict.fromkeys(chr(code) for code in range(0x21, 0x7F))
-    merges = []
-    for word in words:
-        piece = mark
-        for character in word:
-            merges.append((piece, character))
-            piece += character
-            pieces[piece] = None
-    pieces |= dict.fromkeys(chr(_FIRST_ACTION_CHARACTER + index) for index in range(_ACTION_BINS))
+    pieces, merges = _vocabulary()
     model = tokenizers.models.BPE(
         vocab={piece: index for index, piece in enumerate(pieces)},
-        merges=list(dict.fromkeys(merges)),
-        unk_token="<unk>",
+        merges=merges,
+        unk_token=_SPECIAL[0],
         fuse_unk=True,
         byte_fallback=True,
     )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.Prepend(mark), tokenizers.normalizers.Replace(" ", mark)]
+        [tokenizers.normalizers.Prepend(_SPACE), tokenizers.normalizers.Replace(" ", _SPACE)]
     )
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_special_tokens(["<PAD>"])
+    tokenizer.add_special_tokens([*_SPECIAL, "<PAD>"])
     return tokenizer
+
+
+def _vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
+    """Pieces in the order of their ids, and merges that build each known word from its beginning."""
+    words = sorted({word for sentence in _SENTENCES for word in sentence.split()})
+    merges = dict.fromkeys((_SPACE + word[:length], word[length]) for word in words for length in range(len(word)))
+    pieces = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), _SPACE]
+    pieces += [chr(code) for code in range(0x21, 0x7F)]
+    pieces += [first + second for first, second in merges]
+    pieces += [chr(_FIRST_ACTION_CHARACTER + index) for index in range(_ACTION_BINS)]
+    return pieces, list(merges)

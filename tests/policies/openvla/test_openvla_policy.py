@@ -217,6 +217,29 @@ def test_an_update_towards_an_action_makes_it_more_likely() -> None:
     assert policy.evaluate(seen, token)[0].mean() > before + 0.5
 
 
+def test_an_action_is_learned_from_pixels_by_policy_gradients() -> None:
+    """The first dimension is rewarded for the nearness to 0.5 where the image is bright, to -0.5 where it is dark."""
+    torch.manual_seed(0)
+    policy, noise = openvla.load("openvla-tiny"), SlotNoise(0, range(32))
+    optimizer, generator = torch.optim.Adam(policy.parameters(), lr=3e-3), torch.Generator().manual_seed(0)
+    rewards = []
+    for _ in range(50):
+        bright = torch.randint(2, (32,), generator=generator)
+        image = (200 * bright).to(torch.uint8)[:, None, None, None, None].expand(-1, 1, 56, 56, 3)
+        seen = policy.prepare({"image": image, "instruction": ["push the cube"] * 32})
+        output = policy.act(seen, False, noise)
+        reward = -(output.action[:, 0, 0] - (bright - 0.5)).abs()
+        advantage = (reward - reward.mean()) / reward.std()
+        loss = -(policy.evaluate(seen, output.token)[0][:, 0, 0] * advantage).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        rewards.append(float(reward.mean()))
+    assert sum(rewards[:10]) / 10 < -0.5
+    assert sum(rewards[-10:]) / 10 > -0.25
+
+
 # ---------------------------------------------------------------------------------------------- through the registry
 
 
@@ -295,6 +318,8 @@ def test_tokens_that_are_no_action_are_refused() -> None:
 def test_sampling_needs_a_generator() -> None:
     with pytest.raises(ValueError, match="sampling needs a generator"):
         golden_policy().act(observation(1), False, None)
+    with pytest.raises(ValueError, match="the generator has 1 slots for 2 envs"):
+        golden_policy().act(observation(2), False, SlotNoise(0, range(1)))
 
 
 def test_settings_are_not_changed_by_use() -> None:

@@ -10,7 +10,7 @@ import tokenizers
 import torch
 from openvla_golden import DATA, TINY, golden_policy
 
-from policies.openvla.presets import preset
+from policies.openvla.presets import preset_config, preset_tokenizer
 from policies.openvla.prompts import PromptTokenizer, build_prompt
 
 GOLDEN = json.loads((DATA / "action_tokens.meta.json").read_text())
@@ -75,9 +75,9 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_presets_tokenizer_reads_any_text_and_spells_action_tokens() -> None:
-    config, tokenizer = preset("openvla-tiny")
-    size = config["text_config"]["vocab_size"] - config["pad_to_multiple_of"]
-    prompts = PromptTokenizer(tokenizer, size, config["pad_token_id"])
+    config, tokenizer = preset_config("openvla-tiny"), preset_tokenizer()
+    size = config.vocab_size
+    prompts = PromptTokenizer(tokenizer, size, config.pad_token_id)
     ids = prompts(["pick up the cube"])[0].tolist()
     assert ids[0] == tokenizer.token_to_id("<s>") == 1
     assert ids[-1] == tokenizer.token_to_id("▁")
