@@ -26,18 +26,18 @@ DEFAULT_RECIPE = "maniskill_pushcube_ppo"
 PATH_KEYS = ("name", "run_root")
 
 
-def load_recipe(recipe: str, overrides: Sequence[str]) -> tuple[Config, list[Fault]]:
+def load_recipe(recipe: str | dict[str, Any], overrides: Sequence[str]) -> tuple[Config, list[Fault]]:
     """The configuration of a run, and everything that is wrong with it.
 
     Args:
         recipe: the name of a recipe in `embodied_rl/recipes`, the path of a YAML file, or a run directory
-            (then its `config.yaml` is read).
+            (then its `config.yaml` is read); or what a recipe's file would hold.
         overrides: `key.sub=value`, the value in YAML; these win over the recipe.
 
     With faults, the configuration is fit for further checks only: keys in question hold their defaults.
     """
     faults: list[Fault] = []
-    layer = _read_recipe(recipe, faults)
+    layer = _read_recipe(recipe, faults) if isinstance(recipe, str) else recipe
     values = dict(_flatten(layer, faults))
     values.update(_read_overrides(overrides, faults))
     known = {}
@@ -184,7 +184,9 @@ def _read_overrides(overrides: Sequence[str], faults: list[Fault]) -> dict[str, 
 
 def _takes_text(key: str) -> bool:
     spec = all_keys()[key].spec if key in all_keys() else {}
-    return any(option.get("type") == "string" and "enum" not in option for option in spec.get("anyOf", [spec]))
+    return any(
+        option.get("type") == "string" and not {"enum", "const"} & option.keys() for option in spec.get("anyOf", [spec])
+    )
 
 
 def _flatten(data: dict[Any, Any], faults: list[Fault], prefix: str = "") -> Iterator[tuple[str, Any]]:
