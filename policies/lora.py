@@ -39,10 +39,10 @@ def add_lora(module: nn.Module, settings: LoRASettings) -> list[str]:
     """Put adapters inside a module; everything else in it is frozen. Adapters are float32.
 
     Returns:
-        Names of the modules that have one. Modules whose parameters were frozen before get none.
+        Names of the modules that have one; a module that was frozen before gets none.
 
     Raises:
-        ValueError: a target that matches no linear layer, convolution or embedding.
+        ValueError: a target that matches no trainable linear layer, convolution or embedding.
     """
     names = _matches(module, settings.targets)
     _inject(module, _peft().LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=names))
@@ -95,14 +95,17 @@ def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
 def _matches(module: nn.Module, targets: tuple[str, ...]) -> list[str]:
     """Names of the trainable modules that the targets match."""
-    candidates = [name for name, part in module.named_modules() if isinstance(part, _ADAPTABLE)]
+    adaptable = (name for name, part in module.named_modules() if isinstance(part, _ADAPTABLE))
+    candidates = [name for name in adaptable if _trainable(module.get_submodule(name))]
     matches = {t: [name for name in candidates if f".{name}".endswith(f".{t}")] for t in targets}
     missed = [target for target, names in matches.items() if not names]
     if missed or not targets:
         last_parts = sorted({name.rpartition(".")[2] for name in candidates})
-        raise ValueError(f"LoRA targets that match no module: {missed}; last parts of names: {', '.join(last_parts)}")
+        raise ValueError(
+            f"LoRA targets that match no trainable module: {missed}; last parts of names: {', '.join(last_parts)}"
+        )
     wanted = {name for names in matches.values() for name in names}
-    return [name for name in candidates if name in wanted and _trainable(module.get_submodule(name))]
+    return [name for name in candidates if name in wanted]
 
 
 def _inject(module: nn.Module, config: Any) -> None:
@@ -119,8 +122,7 @@ def _adapted(module: nn.Module) -> list[str]:
 
 def _own_name(key: str) -> str:
     """`base_model.model.X.lora_A.weight` -> `X.lora_A.default.weight`."""
-    name, _, last = key.removeprefix("base_model.model.").rpartition(".")
-    return f"{name}.default.{last}"
+    return re.sub(r"(\.lora_\w+)", r"\1.default", key.removeprefix("base_model.model."))
 
 
 def _trainable(module: nn.Module) -> bool:

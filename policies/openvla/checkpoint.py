@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -48,9 +49,20 @@ def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
 
 
 def save_checkpoint(
-    directory: Path, model: nn.Module, config: OpenVLAConfig, processor: Processor, shard_bytes: int = 5 * 10**9
+    directory: Path,
+    model: nn.Module,
+    config: OpenVLAConfig,
+    processor: Processor,
+    beside: Path | None = None,
+    shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Write a checkpoint in the published format, adapters merged into the weights, data types as they are.
+
+    Args:
+        directory: where to.
+        model, config, processor: what to write.
+        beside: the checkpoint it came from; its code and the settings of its tokenizer are copied.
+        shard_bytes: a larger model is written in several files.
 
     Raises:
         FileExistsError: there is one already.
@@ -58,6 +70,9 @@ def save_checkpoint(
     if (directory / "config.json").exists():
         raise FileExistsError(f"{directory} holds a checkpoint already")
     directory.mkdir(parents=True, exist_ok=True)
+    for file in beside.iterdir() if beside else ():
+        if file.suffix in (".json", ".py", ".model") and file.name != _INDEX:
+            shutil.copyfile(file, directory / file.name)
     state = merged_state_dict(model)
     _save_weights(directory, state, shard_bytes)
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")

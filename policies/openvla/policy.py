@@ -95,7 +95,7 @@ class OpenVLAPolicy(Policy):
     def __init__(self, checkpoint: str, settings: OpenVLASettings, action_size: int = 7) -> None:
         super().__init__()
         source = _open(checkpoint, settings, action_size)
-        self.settings, self.config = settings, source.config
+        self.settings, self.config, self.directory = settings, source.config, source.directory
         prompts = PromptTokenizer(
             source.tokenizer, self.config.vocab_size, self.config.pad_token_id, settings.prompt, settings.prompt_length
         )
@@ -105,7 +105,7 @@ class OpenVLAPolicy(Policy):
         self.tokens = ActionTokens(self.config.vocab_size, self.config.num_bins)
         self.sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
         if settings.unnorm_key is not None:
-            self.statistics  # noqa: B018 - an unknown name is told before the weights are read
+            _ = self.statistics  # an unknown name is told before the weights are read
         self.network = _network(source, settings)
         self.critic = ValueHead(self.config.text.hidden_size, settings.value_hidden, settings.value_position)
         self.adapted = prepare_training(self.network, settings)
@@ -193,10 +193,12 @@ class OpenVLAPolicy(Policy):
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the network, adapters merged, as a checkpoint in the published format, which has no value head.
 
+        Small files of the checkpoint that it came from, such as its code, go with it.
+
         Raises:
             FileExistsError: there is a checkpoint already.
         """
-        save_checkpoint(Path(directory), self.network, self.config, self.processor)
+        save_checkpoint(Path(directory), self.network, self.config, self.processor, beside=self.directory)
 
 
 class _Source(NamedTuple):

@@ -75,10 +75,12 @@ def test_the_targets_are_resolved_to_names_that_are_reported(caplog: pytest.LogC
 
 
 def test_a_target_that_matches_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"match no module: \['query'\]; last parts of names: .*q_proj, qkv"):
+    with pytest.raises(ValueError, match=r"match no trainable module: \['query'\]; last parts of names: .*q_proj, qkv"):
         with_lora(targets=("q_proj", "query"))
-    with pytest.raises(ValueError, match="match no module"):
+    with pytest.raises(ValueError, match="match no trainable module"):
         with_lora(targets=())
+    with pytest.raises(ValueError, match=r"match no trainable module: \['attn_pool.q'\]"):  # is never computed
+        with_lora(targets=("attn_pool.q",))
 
 
 def test_part_of_a_name_is_no_match() -> None:
@@ -107,7 +109,7 @@ def test_merged_weights_act_like_the_adapter(tmp_path: Path) -> None:
 def stored(tmp_path: Path) -> tuple[Path, OpenVLAPolicy]:
     """An adapter as peft writes it."""
     base = openvla.load(TINY, unnorm_key="bridge_golden")
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "qkv", "fc2", "lm_head"])
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "qkv", "fc2", "lm_head", "embed_tokens"])
     model = peft.get_peft_model(base.network, config)
     disturb(base)
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
@@ -132,11 +134,12 @@ def test_an_adapter_that_does_not_fit_names_every_key(stored: tuple[Path, OpenVL
     save_file(state, file)
     with pytest.raises(ValueError, match="does not fit") as error:
         openvla.load(TINY, adapter=str(directory))
-    own = [key.removeprefix("base_model.model.").replace(".weight", ".default.weight") for key in (gone, short)]
+    own = [key.removeprefix("base_model.model.").removesuffix(".weight") for key in (gone, short)]
     lines = str(error.value).splitlines()[1:]
     assert len(lines) == 2
     assert f"missing: {own[0]}" in lines[0]
-    assert f"misshapen: {own[1]} is [3, 3]" in lines[1]
+    assert f"misshapen: {own[1]}" in lines[1]
+    assert "is [3, 3], expected [" in lines[1]
 
 
 def test_a_directory_without_an_adapter_is_refused(tmp_path: Path) -> None:
