@@ -172,6 +172,58 @@ def plan(
 
 
 @app.command()
+def collect(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE|ENV [KEY=VALUE]...",
+            help="A recipe, for its env, or the id of an env with an expert (PushCube-v1, PullCube-v1, PickCube-v1, "
+            "StackCube-v1): then with images and pd_ee_delta_pose; then keys to override, such as env.image_size, "
+            "env.processes or seed.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Directory of the dataset.", show_default=False)],
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes that the dataset shall hold.")] = 200,
+    noise: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Standard deviation of what disturbs each executed action (the gripper's excepted)."
+        ),
+    ] = 0.0,
+    jpeg: Annotated[bool, typer.Option("--jpeg", help="JPEG images: smaller than PNG, and lossy.")] = False,
+    keep_failures: Annotated[bool, typer.Option("--keep-failures", help="Keep episodes without success too.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the dataset in this directory.")] = False,
+) -> None:
+    """Collect demonstrations by scripted experts.
+
+    The actions in the dataset are what the expert would do. With --noise, what is done differs from them, so that the
+    dataset also shows how to recover (DART, Laskey et al. 2017).
+
+    For example: embodied-rl collect PickCube-v1 --episodes 200 --out demos/pickcube --noise 0.1
+    """
+    with _interruptible():
+        from embodied_rl.collect import collect as start
+        from embodied_rl.collect import collect_faults, dataset_settings, recipe_for
+        from embodied_rl.demonstrations import DatasetError, DemonstrationWriter
+        from embodied_rl.faults import Fault, defaulted_keys
+        from embodied_rl.preflight import environment_faults
+        from embodied_rl.recipe import load_recipe
+
+        recipe, *overrides = words
+        config, faults = load_recipe(recipe_for(recipe), overrides)
+        faults += environment_faults(config, False, defaulted_keys(faults))
+        faults = faults or collect_faults(config, out, resume)
+        if faults:
+            _refuse(faults, "the collection")
+        try:
+            writer = DemonstrationWriter(out, dataset_settings(config, noise, "jpeg" if jpeg else "png", keep_failures))
+        except (DatasetError, OSError) as error:
+            _refuse([Fault("--out", str(out), str(error))], "the collection")
+        command = shlex.join(["embodied-rl", *sys.argv[1:], *([] if resume else ["--resume"])])
+        raise typer.Exit(start(config, episodes, writer, command))
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     curve: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw the learning curve.")] = None,

@@ -1,4 +1,4 @@
-"""Live progress of a training run: a bar on a terminal, else a plain line every few seconds."""
+"""Live progress of a training run or a collection: a bar on a terminal, else a plain line every few seconds."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class TrainProgress:
         start_iteration: iterations that were done before (a resumed run).
         line_every_s: without a terminal, the least time between two lines; the last update is always printed.
         terminal: whether to draw the bar; default: whether stdout is a terminal.
+        what: the command, as the bar's label.
+        unit: what is counted.
     """
 
     def __init__(
@@ -33,7 +35,10 @@ class TrainProgress:
         start_iteration: int = 0,
         line_every_s: float = 5.0,
         terminal: bool | None = None,
+        what: str = "train",
+        unit: str = "iteration",
     ) -> None:
+        self._what, self._unit = what, unit
         self._total = total_iterations
         self._done = start_iteration
         self._line_every_s = line_every_s
@@ -48,7 +53,7 @@ class TrainProgress:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
             self._bar = Progress(
-                TextColumn("[bold]train"),
+                TextColumn(f"[bold]{self._what}"),
                 BarColumn(bar_width=30),
                 MofNCompleteColumn(),
                 TextColumn("{task.description}"),
@@ -75,7 +80,7 @@ class TrainProgress:
             self._bar.update(self._bar.task_ids[0], completed=iteration, description=text)
             return
         width = len(str(self._total))
-        self._pending = f"iteration {iteration:>{width}}/{self._total}  {text}"
+        self._pending = f"{self._unit} {iteration:>{width}}/{self._total}  {text}"
         if now - self._printed_at >= self._line_every_s or iteration >= self._total:
             self._print(self._pending)
 
