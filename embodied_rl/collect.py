@@ -17,7 +17,7 @@ from embodied_rl.build import env_settings
 from embodied_rl.config import Config
 from embodied_rl.consistency import visible_devices
 from embodied_rl.console import interrupt_on_termination
-from embodied_rl.demonstrations import DemonstrationWriter, EpisodeInfo, Trajectory
+from embodied_rl.demonstrations import DatasetError, DemonstrationWriter, EpisodeInfo, Trajectory
 from embodied_rl.faults import Fault
 from embodied_rl.progress import TrainProgress
 from embodied_rl.report_data import wilson_interval
