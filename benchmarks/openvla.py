@@ -2,6 +2,7 @@
 
     python benchmarks/openvla.py                      # the tiny preset, a batch of 16, one thread
     python benchmarks/openvla.py --checkpoint DIR --device cuda --dtype bfloat16
+    python benchmarks/openvla.py --memory             # what the published 7B model would need, estimated
 
 The loop reads image, prompt and the tokens so far in one full forward pass for each token, without a cache. Both sides
 run in turn, and the medians are compared.
@@ -19,7 +20,10 @@ import torch
 from torch import Tensor
 
 from policies import SlotNoise, openvla
-from policies.openvla import OpenVLAPolicy
+from policies.lora import LoRASettings
+from policies.openvla import OpenVLAPolicy, OpenVLASettings
+from policies.openvla.config import OpenVLAConfig
+from policies.openvla.memory import estimate_memory
 
 WORDS = ("pick up the cube", "open the top drawer of the cabinet", "push", "place the black bowl in the basket now")
 
@@ -102,6 +106,21 @@ def seconds(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def print_memory() -> None:
+    """The published model in bfloat16, batches of 64 envs, micro-batches of 8 samples."""
+    config = OpenVLAConfig.from_dict({"model_type": "openvla", "torch_dtype": "bfloat16"})
+    variants = {
+        "all": OpenVLASettings(),
+        "all, checkpointing": OpenVLASettings(gradient_checkpointing=True),
+        "LoRA 32": OpenVLASettings(lora=LoRASettings()),
+        "LoRA 32, checkpointing": OpenVLASettings(lora=LoRASettings(), gradient_checkpointing=True),
+    }
+    for name, settings in variants.items():
+        estimate = estimate_memory(config, settings, batch=64, micro_batch=8)
+        parts = vars(estimate) | {"learning": estimate.learning, "inference": estimate.inference}
+        print(f"{name:24}" + "  ".join(f"{part} {size / 1e9:.1f} GB" for part, size in parts.items()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", default="openvla-tiny", help="directory, or name of a preset")
@@ -110,8 +129,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.memory:
+        print_memory()
+        return
 
     policy = openvla.load(arguments.checkpoint, unnorm_key=arguments.unnorm_key, dtype=arguments.dtype)
     policy = policy.to(arguments.device).eval()
