@@ -74,7 +74,7 @@ class EnvConfig(Section):
 
 
 class PolicyConfig(Section):
-    kind: Literal["mlp"] = "mlp"
+    kind: Literal["mlp", "cnn"] = Field(default="mlp", description="mlp: of the state; cnn: of images, and the state")
     hidden: tuple[Annotated[int, Field(ge=1, le=65536)], ...] = (128, 128)
     chunk: Annotated[int, Field(ge=1, le=1000)] = Field(
         default=1, description="consecutive actions from one policy call"

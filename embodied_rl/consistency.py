@@ -167,6 +167,10 @@ def _observation(config: Config) -> Iterator[Finding]:
             "nearest valid: [state]",
         )
         yield ("env.observation", "policy.kind"), fault
+    if config.policy.kind == "cnn" and "image" not in config.env.observation:
+        seen = list(config.env.observation)
+        fault = Fault("env.observation", seen, "the cnn policy sees images", "nearest valid: [image]")
+        yield ("env.observation", "policy.kind"), fault
 
 
 def _simulator_keys(config: Config) -> Iterator[Finding]:

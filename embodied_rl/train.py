@@ -174,8 +174,12 @@ class Training:
         self._write_processes()
         plan, now = change.plan, time.monotonic()
         (self.run_dir / "plan.yaml").write_text(plan.to_yaml())
-        groups = "".join(f", S = {groups}" for groups in plan.loop_groups.values())
-        print(f"plan from iteration {change.iteration + 1}: {plan.placement_text}{groups}: {change.reason}", flush=True)
+        groups = ", ".join(map(str, plan.loop_groups.values()))
+        entry = {"iteration": change.iteration + 1, "placement": plan.placement_text, "groups": groups}
+        with (self.run_dir / "plans.jsonl").open("a") as file:
+            file.write(json.dumps({**entry, "reason": change.reason, "seconds": change.seconds}) + "\n")
+        where = f"{plan.placement_text}, S = {groups}"
+        print(f"plan from iteration {change.iteration + 1}: {where}: {change.reason}", flush=True)
         self.events.append(Event("driver", "new plan", "mark", now, now, {"plan": str(plan), "why": change.reason}))
 
     def _rollout_metrics(self, report: RolloutReport) -> dict[str, float]:

@@ -88,7 +88,7 @@ class Policy(nn.Module):
         """Take in the observations of one iteration (leading dimensions as `valid`), for running statistics."""
 
 
-KINDS = {"mlp": "policies.mlp:MLPPolicy", "openvla": "policies.openvla:build"}
+KINDS = {"mlp": "policies.mlp:MLPPolicy", "cnn": "policies.cnn:CNNPolicy", "openvla": "policies.openvla:build"}
 
 
 def make(settings: PolicySettings, seed: int) -> Policy:

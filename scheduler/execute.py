@@ -64,7 +64,7 @@ class Schedule:
         self._trials = [] if executor.plan else self._untried()
         self._tried: dict[Signature, Plan] = {}
         self._seconds: dict[Signature, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-        self._warm = False
+        self._warm = self._switches_known = False
 
     def iterate(
         self,
@@ -105,6 +105,8 @@ class Schedule:
             return
         if not self._warm or not set(self.executor.flow.calls()) <= set(self.profile.samples):
             return
+        if not self._switches_known:
+            self._measure_switches()
         best = self._planned()
         if self.executor.plan is None:
             here = best if self.fixed else self._planned(fixed=True)
@@ -123,6 +125,15 @@ class Schedule:
             return
         price = f"; moving {', '.join(moves)} takes about {cost:.2g} s" if moves else ""
         self._change(chosen, f"{then:.3g} s an iteration instead of {now:.3g} s{price}")
+
+    def _measure_switches(self) -> None:
+        """What it costs to make room for others, and how much room that is, of the groups that can."""
+        for name, group in self.executor.groups.items():
+            ranks = [rank for rank in group.measure_switch().result(self.executor.timeout_s) if rank is not None]
+            if ranks:
+                held, offload_s, onload_s = (max(values) for values in zip(*ranks, strict=True))
+                self.profile.add_group(name, held, offload_s, onload_s)
+        self._switches_known = True
 
     def _planned(self, fixed: bool = False) -> Plan:
         flow, items, there = self.executor.flow, self.executor.items, self.executor.cluster

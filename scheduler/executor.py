@@ -20,6 +20,7 @@ from scheduler.cluster import Cluster
 from scheduler.flow import Call, Flow, FlowError, Node
 from scheduler.placement import GroupPlacement, parse_placement
 from scheduler.plan import Plan
+from scheduler.plan_tree import moved_groups
 from scheduler.profile import Sample
 from scheduler.stage import Edge, LoopCall, Message, StageCall, StageReport
 from scheduler.worker import Handle, WorkerGroup, wait_all
@@ -132,6 +133,7 @@ class Executor:
         self._locations = {name: group.locations for name, group in self.groups.items()}
         self._edges = {(a.name, b.name): self._edge(a, b) for b in nodes for a in b.inputs}
         self._calls = {}
+        swapped = moved_groups(self.plan.root) if self.plan else set()
         for node in nodes:
             loop = self._loop(node) if node.kind == "loop" else None
             for name, call in self._named(node):
@@ -144,6 +146,7 @@ class Executor:
                     gather=node.gather,
                     loop=loop,
                     shares=self._shares(node),
+                    keeps=call.group not in swapped,
                 )
 
     def _edge(self, producer: Node, consumer: Node) -> Edge:

@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -111,6 +111,7 @@ class StageCall:
         name: of the worker method in profiles.
         granularity: items of one call, over all ranks.
         shares: other groups use the devices too, so every call takes a lease on them.
+        keeps: what it holds on the devices stays there between calls; else it makes room for the others.
     """
 
     name: str
@@ -121,6 +122,7 @@ class StageCall:
     gather: bool = False
     loop: LoopCall | None = None
     shares: bool = False
+    keeps: bool = True
 
 
 @dataclass
@@ -143,6 +145,9 @@ def run_stage(worker: Worker, call: StageCall, arguments: tuple[Any, ...]) -> St
     if call.loop is not None:
         link = Link(worker, call, meter)
         report = method(link)
+        if not call.keeps:
+            with worker.lease(keep=False):
+                pass  # makes room for whoever is next
         return StageReport(report=report, samples=meter.samples(), hop_s=link.hop_s)
     found = StageReport()
     finish = _gathered if call.gather else _streamed
@@ -190,7 +195,7 @@ def _streamed(worker: Worker, call: StageCall, method: Any, meter: Meter, found:
 
 
 def _turn(worker: Worker, call: StageCall) -> AbstractContextManager[None]:
-    return worker.lease() if call.shares else nullcontext()
+    return worker.lease(keep=call.keeps) if call.shares else nullcontext()
 
 
 def _matched(worker: Worker, call: StageCall) -> Iterator[tuple[Message, ...]]:
@@ -285,7 +290,7 @@ class Link:
 
     def turn(self) -> AbstractContextManager[None]:
         """Around work on devices that the other stage uses as well, if they are such that only one can."""
-        return _turn(self._worker, self._call)
+        return _turn(self._worker, replace(self._call, keeps=True))
 
     def add_call(self, items: int, seconds: float, cpu_s: float) -> None:
         """Count a call that other processes made: how long it took, and the processor time of all of them."""
@@ -386,6 +391,14 @@ def memory_in_use() -> int:
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + _children_memory(int(time.monotonic()) // 60)
+
+
+def memory_held() -> int:
+    """Bytes that this process holds now, as `memory_in_use` without the past."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.memory_allocated()
+    return psutil.Process().memory_info().rss
 
 
 @lru_cache(maxsize=1)

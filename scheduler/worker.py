@@ -24,7 +24,7 @@ from scheduler.channel import Channel, ChannelClosed, ChannelTimeout
 from scheduler.connection import HubLost, Identity, become
 from scheduler.device_lock import DeviceLock, DeviceTimeout, release_dead
 from scheduler.placement import GroupPlacement, local_device_count
-from scheduler.stage import StageCall, StageReport, run_stage
+from scheduler.stage import StageCall, StageReport, memory_held, run_stage
 from scheduler.trace import Event, Trace
 from scheduler.transport import Location
 
@@ -118,24 +118,37 @@ class Worker:
         """Undo `offload`."""
 
     @contextmanager
-    def lease(self, timeout: float | None = None, keep: bool = True) -> Iterator[None]:
+    def lease(self, timeout: float | None = None, keep: bool | None = None) -> Iterator[None]:
         """Hold this rank's devices for a block of work; waits, in a fair order, until no other worker holds them.
 
-        A class that overrides `offload` has moved its memory to the host when the block ends if another worker waits
-        for the devices; the next lease brings it back. Raises DeviceTimeout naming who holds the devices.
-
         Args:
-            timeout: seconds.
-            keep: leave the memory on the devices while nobody waits for them. False is for workers that do not fit
-                on the devices together: who comes later could not make room.
+            keep: whether what this worker has on the devices stays there when the block ends; else it is moved to the
+                host (by `offload`, if its class has one) and the next lease brings it back. None: it stays unless
+                another worker waits for the devices.
+
+        Raises DeviceTimeout naming who holds the devices.
         """
         lock = self.context.device_lock
         with lock.lease(self.devices, timeout):
             if self._offloaded:
                 self._switch(self.onload)
             yield
-            if type(self).offload is not Worker.offload and (not keep or lock.is_wanted(self.devices)):
+            if self._can_offload and not (not lock.is_wanted(self.devices) if keep is None else keep):
                 self._switch(self.offload)
+
+    @property
+    def _can_offload(self) -> bool:
+        return type(self).offload is not Worker.offload
+
+    def measure_switch(self) -> tuple[int, float, float] | None:
+        """Offload and onload once: (bytes that this frees on a device, seconds of each); None if the class cannot."""
+        if not self._can_offload:
+            return None
+        held = memory_held()
+        self._switch(self.offload)
+        freed = held - memory_held()
+        self._switch(self.onload)
+        return max(0, freed), self._switch_seconds["offload"][-1], self._switch_seconds["onload"][-1]
 
     def switch_seconds(self) -> dict[str, list[float]]:
         """How long each switch of a lease has taken: seconds by "offload" and "onload"."""

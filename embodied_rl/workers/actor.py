@@ -46,6 +46,12 @@ class _Batch:
         return len(self.token)
 
 
+def _free_cache() -> None:
+    """Give memory that torch keeps for later back to the device, for other processes."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 class ActorWorker(Worker):
     """Holds the policy that learns."""
 
@@ -93,6 +99,20 @@ class ActorWorker(Worker):
             address = self.recv(f"{self.context.group}[0]")
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=self.world_size)
+
+    # ------------------------------------------------------------------------------------------ device memory
+
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        self.policy.to(device)
+        for state in self.optimizer.state.values():
+            state |= {key: value.to(device) for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
+        _free_cache()
 
     # ------------------------------------------------------------------------------------------ weights
 

@@ -118,11 +118,13 @@ class EnvWorker(Worker):
 
     @staticmethod
     def _measure(link: Link, env: VectorEnv, result: ChunkResult, own_cpu: float) -> None:
-        """A chunk takes as long as its slowest process would alone: not what it waited for a core."""
+        """A chunk takes as long as its slowest process would alone, which is not what it waited for a core, and what
+        this process does for it."""
         alone: dict[int, float] = defaultdict(float)
         for process, start, end, cpu in result.spans:
             alone[process] += min(end - start, cpu) if cpu else end - start
-        link.add_call(env.num_envs, max(alone.values()), own_cpu + sum(cpu for *_, cpu in result.spans))
+        seconds = max(alone.values()) + own_cpu
+        link.add_call(env.num_envs, seconds, own_cpu + sum(cpu for *_, cpu in result.spans))
 
     def _send(
         self, link: Link, group: int, step: int, observation: Observation, outcome: ChunkResult | None = None
@@ -161,6 +163,16 @@ class EnvWorker(Worker):
     def render(self, episodes: list[Episode]) -> list[np.ndarray]:
         """Films of recorded episodes. Raises EnvError where nothing can be rendered."""
         return self.pool.render(env_settings(self.config.env, render=True), episodes)
+
+    # ------------------------------------------------------------------------------------------ device memory
+
+    def offload(self) -> None:
+        for env in (*self.train_envs, *self.evaluation_envs):
+            env.offload()
+
+    def onload(self) -> None:
+        for env in (*self.train_envs, *self.evaluation_envs):
+            env.onload()
 
     # ------------------------------------------------------------------------------------------ resuming
 

@@ -43,6 +43,14 @@ class RolloutWorker(Worker):
         """Take the newest parameters from the actor."""
         self.policy.load_state_dict(weights[-1])
 
+    def offload(self) -> None:
+        self.policy.to("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        self.policy.to(self.device)
+
     def state(self) -> dict[str, Any]:
         return {"spec": self.spec, "policy": self.policy.state_dict()}
 

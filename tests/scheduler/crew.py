@@ -1,5 +1,6 @@
 """Workers for flows under test. No torch: every process would import it."""
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -50,6 +51,21 @@ class Maker(Worker):
 
     def count(self) -> int:
         return self.made
+
+
+class Heavy(Maker):
+    """Holds memory that it can put aside."""
+
+    def __init__(self) -> None:
+        self.onload()
+
+    def offload(self) -> None:
+        del self.ballast
+        time.sleep(0.05)
+
+    def onload(self) -> None:
+        time.sleep(0.1)
+        self.ballast = bytearray(os.urandom(1)) * (64 << 20)
 
 
 class Taker(Worker):

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crew import Maker, Taker
+from crew import Heavy, Maker, Taker
 
 from scheduler.cluster import Cluster
 from scheduler.execute import Schedule, run
 from scheduler.executor import Executor
 from scheduler.flow import Flow
 from scheduler.placement import parse_placement
-from scheduler.plan import Plan
-from scheduler.profile import Profile
+from scheduler.plan import Plan, make_plan
+from scheduler.profile import Profile, Sample
 from scheduler.worker import WorkerGroup
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {"maker.slowly": (0.02,), "taker.slowly": (0.02,)}
@@ -109,3 +109,34 @@ def test_run_from_a_plan_and_without(groups: tuple[WorkerGroup, WorkerGroup]) ->
     for iteration in run(flow, plan, iterations=2, sources={"numbers": range(8)}, replan=False):
         assert iteration.outputs["taker.gather"] == [56]
     assert (groups[0].placement.devices, groups[1].placement.devices) == ((1,), (0,))
+
+
+def test_what_making_room_costs_is_measured(cluster: Cluster) -> None:
+    placed = parse_placement("maker, taker: all", 2, ["maker", "taker"])
+    maker, taker = cluster.start("maker", Heavy, placed["maker"]), cluster.start("taker", Taker, placed["taker"])
+    flow, profile = Flow("heavy"), Profile()
+    flow.stage(taker.gather, flow.stage(maker.double, flow.source("numbers")), gather=True)
+    run(flow, iterations=5, sources={"numbers": range(4)}, profile=profile)
+    assert set(profile.switches) == {"maker"}, "the other has nothing to put aside"
+    assert profile.switches["maker"].offload_s > 0.04 and profile.switches["maker"].onload_s > 0.09
+    assert 50 << 20 < profile.resident_bytes["maker"] < 80 << 20
+    cluster.end([maker, taker])
+
+
+def test_groups_that_do_not_fit_together_make_room_for_each_other(cluster: Cluster) -> None:
+    placed = parse_placement("maker, other: 0", 2, ["maker", "other"])
+    maker, other = cluster.start("maker", Heavy, placed["maker"]), cluster.start("other", Heavy, placed["other"])
+    flow = Flow("swap")
+    flow.stage(other.double, flow.stage(maker.slowly, flow.source("numbers"), gather=False))
+    profile = Profile().add(*(Sample(name, 4, 1, 0.1, 100 << 20) for name in flow.calls()))
+    for name in ("maker", "other"):
+        profile.add_group(name, 64 << 20, 0.05, 0.1)
+    plan = make_plan(flow, profile, [("cpu", 1)], 4, memory_per_device=120 << 20)
+    for iteration in run(flow, plan, iterations=2, sources={"numbers": range(4)}, replan=False):
+        assert iteration.outputs["other.double"] == [0, 4, 8, 12]
+    events = [event for group in (maker, other) for event in group.drain_trace().result()[0]]
+    moves = sorted((event.start, event.track, event.name) for event in events if event.category == "switch")
+    assert [(track, name) for _, track, name in moves][:3] == [
+        ("maker[0]", "offload"), ("other[0]", "offload"), ("maker[0]", "onload"),
+    ]  # fmt: skip
+    cluster.end([maker, other])
