@@ -44,8 +44,8 @@ def add_lora(module: nn.Module, settings: LoRASettings) -> list[str]:
     Raises:
         ValueError: a target that matches no trainable linear layer, convolution or embedding.
     """
-    names = _matches(module, settings.targets)
-    _inject(module, _peft().LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=names))
+    pattern = "|".join(re.escape(name) for name in _matches(module, settings.targets))
+    _inject(module, _peft().LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=pattern))
     return _adapted(module)
 
 

@@ -88,6 +88,12 @@ def test_part_of_a_name_is_no_match() -> None:
     assert add_lora(module, LoRASettings(rank=1, targets=("fc1",))) == ["inner.fc1"]
 
 
+def test_a_frozen_module_gets_no_adapter_though_its_name_matches() -> None:
+    module = nn.ModuleDict({"fc1": nn.Linear(2, 2), "inner": nn.ModuleDict({"fc1": nn.Linear(2, 2)})})
+    module["inner"].requires_grad_(False)
+    assert add_lora(module, LoRASettings(rank=1, targets=("fc1",))) == ["fc1"]
+
+
 def test_adapters_are_float32_in_a_half_precision_network() -> None:
     policy = openvla.load(TINY, unnorm_key="bridge_golden", dtype="bfloat16", lora={"rank": 4})
     types = {name.split(".lora_")[0] == name: p.dtype for name, p in policy.network.named_parameters()}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from openvla_golden import golden_policy, observation, rows, tensors
+from openvla_golden import TINY, golden_policy, observation, rows, tensors
 
 import policies
 from policies import Policy, PolicySettings, SlotNoise, openvla
 from policies.openvla import images
+from policies.openvla.prompts import PromptTokenizer
 from policies.sampling import Sampling
 
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.6, 1.0, 1.6])
@@ -35,6 +39,39 @@ def test_from_an_image_to_an_action(dataset: str) -> None:
     expected = golden[f"openvla.actions.{dataset}"]
     assert (output.action.shape, output.action.dtype) == ((1, 1, 7), torch.float32)
     torch.testing.assert_close(output.action[0, 0], expected.float(), rtol=0, atol=0)
+
+
+def test_the_options_of_actions_and_cameras_are_used() -> None:
+    seen = observation(2)
+    token = golden_policy().act(seen, True, None).token
+    statistics = golden_policy().statistics
+    normalised = golden_policy().tokens.decode(token)
+    policy = golden_policy(epsilon=0.5, gripper="libero")
+    expected = statistics.unnormalise(normalised, epsilon=0.5)
+    expected[..., -1] = -torch.sign(2 * normalised[..., -1] - 1)
+    assert torch.equal(policy.act(seen, True, None).action, expected.float())
+    two_cameras = {**seen, "image": torch.cat([255 - seen["image"], seen["image"]], dim=1)}
+    assert torch.equal(golden_policy(view=1).act(two_cameras, True, None).token, token)
+    assert torch.equal(
+        golden_policy(prompt="openvla-v01").prepare(seen)["prompt"],
+        PromptTokenizer(PromptTokenizer.read(TINY), 32000, 32000, style="openvla-v01")(seen["instruction"]),
+    )
+
+
+def test_the_stored_preprocessing_is_used(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(TINY, tmp_path / "tiny"))
+    written = json.loads((TINY / "preprocessor_config.json").read_text())
+    written |= {"image_resize_strategy": "letterbox", "means": [[0.1] * 3, [0.2] * 3], "stds": [[0.5] * 3, [1.0] * 3]}
+    (directory / "preprocessor_config.json").write_text(json.dumps(written))
+    processor = openvla.load(directory).processor
+    image = observation(1)["image"][:, 0, :, :48].permute(0, 3, 1, 2)
+    pixels = processor.resize(image)
+    assert torch.equal(pixels, images.resize(image, 56, "letterbox", [51] * 3))
+    torch.testing.assert_close(processor.normalise(pixels)[:, 0], (pixels[:, 0] / 255 - 0.1) / 0.5)
+    torch.testing.assert_close(processor.normalise(pixels)[:, 3], pixels[:, 0] / 255 - 0.2)
+    (directory / "preprocessor_config.json").write_text(json.dumps({**written, "image_resize_strategy": "stretch"}))
+    with pytest.raises(ValueError, match="unknown image_resize_strategy 'stretch'"):
+        openvla.load(directory)
 
 
 def test_the_centre_crop_is_taken_before_resizing() -> None:
@@ -267,8 +304,6 @@ def test_an_env_that_does_not_fit_is_refused(wrong: PolicySettings, message: str
 
 
 def test_other_action_dimensions_than_the_envs_are_refused() -> None:
-    from openvla_golden import TINY
-
     options = {"checkpoint": str(TINY), "unnorm_key": "bridge_golden"}
     with pytest.raises(ValueError, match="the checkpoint's actions have 7 dimensions, those of the env 4"):
         policies.make(settings(action_size=4, **options), seed=0)
