@@ -207,10 +207,10 @@ def collect(
         from embodied_rl.demonstrations import DatasetError, DemonstrationWriter
         from embodied_rl.faults import Fault, defaulted_keys
         from embodied_rl.preflight import environment_faults
-        from embodied_rl.recipe import load_recipe
+        from embodied_rl.recipe import read_recipe
 
         recipe, *overrides = words
-        config, faults = load_recipe(recipe_for(recipe), overrides)
+        config, faults = read_recipe(recipe_for(recipe), overrides)
         faults += environment_faults(config, False, defaulted_keys(faults))
         faults = faults or collect_faults(config, out, resume)
         if faults:

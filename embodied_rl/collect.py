@@ -106,6 +106,7 @@ def _collect(config: Config, episodes: int, writer: DemonstrationWriter) -> None
         threading.Thread(target=_work, args=(config, writer, tasks, results), daemon=True) for _ in range(processes)
     ]
     numbers = (number for number in itertools.count() if number not in writer.episodes)
+    can_fail = not writer.settings["keep_failures"]
     env_steps, running = 0, 0
     try:
         for thread in threads:
@@ -123,11 +124,7 @@ def _collect(config: Config, episodes: int, writer: DemonstrationWriter) -> None
                 env_steps += result.length
                 success = np.mean([info.success for info in writer.episodes.values()])
                 progress.update(writer.kept, env_steps, {"rollout/success_once": float(success)})
-                if (
-                    len(writer.episodes) >= PATIENCE
-                    and success < LEAST_SUCCESS
-                    and not writer.settings["keep_failures"]
-                ):
+                if can_fail and len(writer.episodes) >= PATIENCE and success < LEAST_SUCCESS:
                     raise EnvError(
                         f"the expert succeeded in {success:.0%} of {len(writer.episodes)} episodes; does this horizon "
                         "leave it the time, or is there too much noise?"

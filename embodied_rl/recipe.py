@@ -27,7 +27,13 @@ PATH_KEYS = ("name", "run_root")
 
 
 def load_recipe(recipe: str | dict[str, Any], overrides: Sequence[str]) -> tuple[Config, list[Fault]]:
-    """The configuration of a run, and everything that is wrong with it.
+    """The configuration of a run as `read_recipe` reads it, and everything that keeps it from being trained."""
+    config, faults = read_recipe(recipe, overrides)
+    return config, faults + consistency_faults(config, defaulted_keys(faults))
+
+
+def read_recipe(recipe: str | dict[str, Any], overrides: Sequence[str]) -> tuple[Config, list[Fault]]:
+    """A configuration, and every key and value in it that is wrong by itself.
 
     Args:
         recipe: the name of a recipe in `embodied_rl/recipes`, the path of a YAML file, or a run directory
@@ -48,8 +54,7 @@ def load_recipe(recipe: str | dict[str, Any], overrides: Sequence[str]) -> tuple
             near = nearest_keys(key)
             hint = f"nearest key: {any_of(near)}" if near else "see `embodied-rl keys`"
             faults.append(Fault(key, value, "no such key", hint, defaulted=tuple(near)))
-    config = _validate(known, faults)
-    return config, faults + consistency_faults(config, defaulted_keys(faults))
+    return _validate(known, faults), faults
 
 
 def recipe_names() -> dict[str, str]:
