@@ -1,6 +1,7 @@
 """Policies behind one contract."""
 
+from policies import openvla
 from policies.base import Policy, PolicyOutput, PolicySettings, make
 from policies.noise import SlotNoise
 
-__all__ = ["Policy", "PolicyOutput", "PolicySettings", "SlotNoise", "make"]
+__all__ = ["Policy", "PolicyOutput", "PolicySettings", "SlotNoise", "make", "openvla"]

@@ -77,6 +77,6 @@ def test_another_architecture_is_refused(change: dict[str, Any], message: str) -
 
 def test_importing_policies_loads_no_model_library() -> None:
     heavy = ["transformers", "timm", "peft", "tokenizers", "torchvision"]
-    code = f"import sys, policies, policies.openvla; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, policies; policies.openvla.load; print([name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
