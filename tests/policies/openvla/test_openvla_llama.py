@@ -52,6 +52,27 @@ def test_llama_is_that_of_transformers(sizes: dict[str, Any], attention: Attenti
     torch.testing.assert_close(ours.logits(torch.cat([first, second], dim=1)), expected, rtol=0, atol=1e-5)
 
 
+def test_gradients_through_cached_keys_and_values_are_those_of_one_pass_of_transformers() -> None:
+    """A loss on the last four of nine tokens, which were read on top of the first five."""
+    text = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 3}
+    text |= {"num_attention_heads": 4}
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**text))
+    ours = Llama(LlamaConfig.from_dict({**text, "num_key_value_heads": 4}), "sdpa")
+    ours.load_state_dict(theirs.state_dict())
+    ids = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(2, 4, 50, generator=torch.Generator().manual_seed(1))
+    (theirs(ids).logits[:, 5:].log_softmax(-1) * weight).sum().backward()
+
+    embedded, positions = ours.model.embed_tokens(ids), torch.arange(9).expand(2, -1)
+    causal = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, -1, -1)
+    _, cache = ours.model(embedded[:, :5], positions[:, :5], causal[:, :, :5, :5])
+    hidden, _ = ours.model(embedded[:, 5:], positions[:, 5:], causal[:, :, 5:], cache)
+    (ours.logits(hidden).log_softmax(-1) * weight).sum().backward()
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("patch", [8, 14])
 @torch.no_grad()
 def test_features_are_those_of_timm_without_the_last_block(patch: int) -> None:
