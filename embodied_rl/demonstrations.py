@@ -18,7 +18,8 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -257,23 +258,14 @@ def _episode_file(path: Path, number: int) -> Path:
     return path / "episodes" / f"{number:06d}.npz"
 
 
-class _load:
-    """The arrays of an episode's file, read when asked for. Raises DatasetError if it is damaged."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __enter__(self) -> np.lib.npyio.NpzFile:
-        try:
-            self._arrays = np.load(self._file)
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
-            raise DatasetError(f"{self._file} cannot be read: {error}") from None
-        return self._arrays
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._arrays.close()
-        if isinstance(error, zipfile.BadZipFile | KeyError | OSError):
-            raise DatasetError(f"{self._file} is damaged: {error}") from None
+@contextmanager
+def _load(file: Path) -> Iterator[Mapping[str, np.ndarray]]:
+    """The arrays of an episode's file, each read when it is asked for."""
+    try:
+        with np.load(file) as arrays:
+            yield arrays
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise DatasetError(f"{file} cannot be read: {error}") from error
 
 
 def _read_index(path: Path) -> tuple[list[EpisodeInfo], int]:

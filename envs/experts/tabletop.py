@@ -102,7 +102,7 @@ class TableTopExpert(Expert):
         """Down to the cube, as the hand gets into place, and close there."""
         twist = abs(hand.fingers[0] * fingers[1] - hand.fingers[1] * fingers[0]) if self._turns else 0.0
         position = _from_above(hand.position, cube, HOVER, off=CORNER * twist)
-        return Aim(position, fingers, closed=math.dist(hand.position, cube) < HALF / 2)
+        return Aim(position, fingers, closed=math.dist(hand.position, cube) < 0.7 * HALF)
 
 
 class PushCubeExpert(TableTopExpert):

@@ -47,7 +47,7 @@ def test_expert_succeeds_in_twelve_steps_at_5_hz(env_id: str) -> None:
 
 def test_expert_recovers_from_disturbances() -> None:
     quiet = lengths(settings("PickCube-v1"), episodes=10, horizon=50)
-    disturbed = lengths(settings("PickCube-v1"), episodes=10, horizon=50, noise=0.2)
+    disturbed = lengths(settings("PickCube-v1"), episodes=10, horizon=50, noise=0.1)
     assert len(disturbed) >= 9 and np.mean(disturbed) > np.mean(quiet)
 
 
