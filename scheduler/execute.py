@@ -94,6 +94,7 @@ class Schedule:
         if warm:
             self.profile.add(*done.samples)
             self.profile.hops |= done.hops
+            self.profile.overhead_s = done.overhead_s
         self._warm = True
         return done, metrics
 

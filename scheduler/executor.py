@@ -37,6 +37,7 @@ class Iteration:
         reports: by worker method ("group.method"): what each rank told the driver.
         start, end: `time.monotonic` seconds.
         samples, hops: measurements, to be added to a profile.
+        overhead_s: seconds before the first worker began and after the last had finished.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Iteration:
     reports: dict[str, list[Any]] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     hops: dict[str, float] = field(default_factory=dict)
+    overhead_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -159,7 +161,8 @@ class Executor:
         name = f"{self.flow.name}: {producer.name} -> {consumer.name}"
         by_index = consumer.gather or len(consumer.inputs) > 1
         channel = self.cluster.channel(name, capacity, makers, consumers)
-        return Edge(channel, len(consumers), by_index, consumer.broadcast)
+        most = -(-self.granularity.get(consumer.name, 1) // len(consumers))
+        return Edge(channel, len(consumers), by_index, most, consumer.broadcast)
 
     def _loop(self, node: Node) -> LoopCall:
         first, second = (self._group(call) for call in node.calls)
@@ -215,8 +218,7 @@ class Executor:
             handles[name] = group.run_stage(call, self.number, (arguments or {}).get(name, ()))
         for name, items in sources.items():
             for edge in self._edges_from(name):
-                for index, item in enumerate(items):
-                    edge.put(Message(index, 1, item))
+                edge.put([Message(number, 1, item) for number, item in enumerate(items)])
                 edge.end()
         producers = {name: node for node in self.flow.stages() for name, _ in self._named(node)[-1:]}
         ends = {handles[name]: self._edges_from(node.name) for name, node in producers.items()}
@@ -226,10 +228,14 @@ class Executor:
                 edge.end()
 
         wait_all(list(handles.values()), self.timeout_s, end_edges)
+        ranks = {name: handle.result() for name, handle in handles.items()}
         for node in self.flow.stages():
             for name, _ in self._named(node):
-                self._collect(done, node, name, handles[name].result())
+                self._collect(done, node, name, ranks[name])
         done.end = time.monotonic()
+        reports = [report for group in ranks.values() for report in group]
+        working = max(report.end for report in reports) - min(report.start for report in reports)
+        done.overhead_s = max(0.0, done.seconds - working)
         self.number += 1
         return done
 

@@ -43,10 +43,12 @@ class Plan:
     devices: tuple[DeviceSet, ...]
     root: PlanNode
     resident_bytes: dict[str, int] = field(default_factory=dict)
+    overhead_s: float = 0.0
 
     @property
     def predicted_s(self) -> float:
-        return self.root.seconds
+        """Of one iteration: what the tree takes, and the time before its first stage and after its last."""
+        return self.root.seconds + self.overhead_s
 
     @property
     def num_devices(self) -> int:
@@ -151,10 +153,10 @@ class Plan:
             )
             return replace(node, loop=shape, call_s=shape.seconds)
 
-        return replace(self, root=walk(self.root))
+        return replace(self, root=walk(self.root), overhead_s=profile.overhead_s)
 
     def to_yaml(self) -> str:
-        return plan_text.to_yaml(self.flow, self.items, self.devices, self.root, self.resident_bytes)
+        return plan_text.to_yaml(self.flow, self.items, self.devices, self.root, self.resident_bytes, self.overhead_s)
 
     @classmethod
     def from_yaml(cls, text: str) -> Plan:
@@ -246,7 +248,7 @@ def _plan(
     if root is None:
         raise PlanError(_why_not(flow, search, sets, style))
     resident = {group: profile.resident_bytes.get(group, 0) for group in flow.groups()}
-    plan = Plan(flow.name, items, sets, root, resident)
+    plan = Plan(flow.name, items, sets, root, resident, profile.overhead_s)
     if placement is None and style == "best" and (any(s.memory for s in sets) or _reuses_groups(nodes)):
         # knowing where each group is, more orders are possible, and memory counts for the very devices
         fixed = Search(nodes, graph, Fixed(costs, plan.placement), batches, profile.switches).solve()

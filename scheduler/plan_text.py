@@ -68,14 +68,20 @@ def placement_text(placement: Mapping[str, Devices]) -> str:
 
 
 def to_yaml(
-    flow: str, items: int, devices: Sequence[DeviceSet], root: PlanNode, resident_bytes: Mapping[str, int]
+    flow: str,
+    items: int,
+    devices: Sequence[DeviceSet],
+    root: PlanNode,
+    resident_bytes: Mapping[str, int],
+    overhead_s: float,
 ) -> str:
     sets = [{"kind": s.kind, "count": s.count, "memory": s.memory, "speed": dict(s.speed)} for s in devices]
     content = {
         "version": VERSION,
         "flow": flow,
         "items": items,
-        "predicted_s": root.seconds,
+        "predicted_s": root.seconds + overhead_s,
+        "overhead_s": overhead_s,
         "devices": sets,
         "resident_bytes": dict(resident_bytes),
         "plan": _encode(root),
@@ -83,7 +89,7 @@ def to_yaml(
     return yaml.safe_dump(content, sort_keys=False)
 
 
-def from_yaml(text: str) -> tuple[str, int, tuple[DeviceSet, ...], PlanNode, dict[str, int]]:
+def from_yaml(text: str) -> tuple[str, int, tuple[DeviceSet, ...], PlanNode, dict[str, int], float]:
     """The arguments of `Plan`. Raises ValueError for anything that `to_yaml` did not write."""
     content = yaml.safe_load(text)
     if not isinstance(content, dict) or content.get("version") != VERSION:
@@ -91,7 +97,8 @@ def from_yaml(text: str) -> tuple[str, int, tuple[DeviceSet, ...], PlanNode, dic
     try:
         sets = tuple(DeviceSet(**entry) for entry in content["devices"])
         root = _decode(content["plan"])
-        return content["flow"], content["items"], sets, root, content["resident_bytes"]
+        overhead = content.get("overhead_s", 0.0)
+        return content["flow"], content["items"], sets, root, content["resident_bytes"], overhead
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a whole plan: {error}") from error
 

@@ -214,6 +214,7 @@ class Profile:
         switches: by group; a group without one cannot be offloaded.
         resident_bytes: by group: bytes on each of its devices while it is idle but not offloaded.
         hops: by loop: seconds that the messages of one round spend between its two stages.
+        overhead_s: seconds of an iteration before the first stage begins and after the last ends.
     """
 
     machine: str = "here"
@@ -222,6 +223,7 @@ class Profile:
     switches: dict[str, Switch] = field(default_factory=dict)
     resident_bytes: dict[str, int] = field(default_factory=dict)
     hops: dict[str, float] = field(default_factory=dict)
+    overhead_s: float = 0.0
     _models: dict[str, CostModel] = field(default_factory=dict, repr=False, compare=False)
 
     def add(self, *samples: Sample) -> Profile:
@@ -273,6 +275,7 @@ class Profile:
             "resident_bytes": dict(self.resident_bytes),
             "switches": {group: asdict(switch) for group, switch in self.switches.items()},
             "hops": dict(self.hops),
+            "overhead_s": self.overhead_s,
             "samples": [_plain(sample) for samples in self.samples.values() for sample in samples],
         }
         temporary = path.with_name(path.name + ".tmp")
@@ -286,8 +289,8 @@ class Profile:
         for entry in entries:
             if (entry["machine"], entry["recipe"]) == (machine, recipe):
                 switches = {group: Switch(**switch) for group, switch in entry["switches"].items()}
-                hops = dict(entry.get("hops", {}))
-                profile = cls(machine, recipe, {}, switches, dict(entry["resident_bytes"]), hops)
+                hops, overhead = dict(entry.get("hops", {})), entry.get("overhead_s", 0.0)
+                profile = cls(machine, recipe, {}, switches, dict(entry["resident_bytes"]), hops, overhead)
                 return profile.add(
                     *(Sample(**{**s, "durations": tuple(s.get("durations", ()))}) for s in entry["samples"])
                 )

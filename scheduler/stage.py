@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -42,8 +42,6 @@ class Message(NamedTuple):
 
 LONG_TAIL = 0.1  # standard deviation over mean from which single durations are kept
 
-END = Message(-1, 0, None)  # the producer has finished
-
 
 @dataclass
 class Output:
@@ -55,32 +53,39 @@ class Output:
 
 @dataclass(frozen=True)
 class Edge:
-    """The way from one node to another.
+    """The way from one node to another; messages travel in packets, lists of them.
 
     Attributes:
         consumers: ranks that take from it.
-        by_index: message i is for rank i % consumers; else for whichever rank is free.
+        by_index: message i is for rank i % consumers; else for whichever rank is free, at most `most` in a packet.
         broadcast: every rank gets every message.
     """
 
     channel: Channel
     consumers: int
     by_index: bool
+    most: int = 1
     broadcast: bool = False
 
-    def put(self, message: Message) -> None:
+    def put(self, packet: Sequence[Message]) -> None:
         if self.broadcast:
             for rank in range(self.consumers):
-                self.channel.put(message, key=rank)
+                self.channel.put(packet, key=rank)
+        elif self.by_index:
+            for rank in range(self.consumers):
+                if share := [message for message in packet if message.number % self.consumers == rank]:
+                    self.channel.put(share, key=rank)
         else:
-            self.channel.put(message, key=message.number % self.consumers if self.by_index else None)
+            size = len(packet) if self.consumers == 1 else self.most
+            for first in range(0, len(packet), max(1, size)):
+                self.channel.put(packet[first : first + size])
 
     def end(self) -> None:
-        """Tell every consumer that no more will come."""
+        """Tell every consumer by an empty packet that no more will come."""
         for rank in range(self.consumers):
-            self.channel.put(END, key=rank if self.by_index or self.broadcast else None)
+            self.channel.put([], key=rank if self.by_index or self.broadcast else None)
 
-    def get(self, rank: int) -> Message:
+    def get(self, rank: int) -> list[Message]:
         return self.channel.get(key=rank if self.by_index or self.broadcast else None)
 
 
@@ -127,12 +132,15 @@ class StageCall:
 
 @dataclass
 class StageReport:
-    """What a rank did: results that nobody consumes, in the order of their index; the method's report; measurements."""
+    """What a rank did from `start` to `end` (`time.monotonic`): results that nobody consumes, the method's report, and
+    measurements."""
 
     results: list[tuple[int, Any]] = field(default_factory=list)
     report: Any = None
     samples: list[Sample] = field(default_factory=list)
     hop_s: float | None = None
+    start: float = 0.0
+    end: float = 0.0
 
 
 def run_stage(worker: Worker, call: StageCall, arguments: tuple[Any, ...]) -> StageReport:
@@ -151,16 +159,19 @@ def run_stage(worker: Worker, call: StageCall, arguments: tuple[Any, ...]) -> St
         return StageReport(report=report, samples=meter.samples(), hop_s=link.hop_s)
     found = StageReport()
     finish = _gathered if call.gather else _streamed
-    for number, size, item in finish(worker, call, method, meter, found):
+    for packet in finish(worker, call, method, meter, found):
         for edge in call.outputs:
-            edge.put(Message(number, size, item))
+            edge.put(packet)
         if not call.outputs:
-            found.results.append((number, item))
+            found.results += [(message.number, message.item) for message in packet]
     found.samples = meter.samples()
     return found
 
 
-def _gathered(worker: Worker, call: StageCall, method: Any, meter: Meter, found: StageReport) -> Iterator[Message]:
+Packets = Iterator[list[Message]]
+
+
+def _gathered(worker: Worker, call: StageCall, method: Any, meter: Meter, found: StageReport) -> Packets:
     messages = sorted(_matched(worker, call), key=lambda columns: columns[0].number)
     size = sum(columns[0].size for columns in messages)
     if not messages:
@@ -170,11 +181,11 @@ def _gathered(worker: Worker, call: StageCall, method: Any, meter: Meter, found:
     if not isinstance(output, Output):
         output = Output(list(output or ()))
     found.report = output.report
-    for count, item in enumerate(output.items):
-        yield Message(worker.rank + count * worker.world_size, max(1, size // len(output.items)), item)
+    each = max(1, size // max(1, len(output.items)))
+    yield [Message(worker.rank + count * worker.world_size, each, item) for count, item in enumerate(output.items)]
 
 
-def _streamed(worker: Worker, call: StageCall, method: Any, meter: Meter, found: StageReport) -> Iterator[Message]:
+def _streamed(worker: Worker, call: StageCall, method: Any, meter: Meter, found: StageReport) -> Packets:
     for chunk in _chunks(_matched(worker, call), -(-call.granularity // worker.world_size)):
         messages = [columns[0] for columns in chunk]
         with _turn(worker, call), meter.call(sum(message.size for message in messages)) as clock:
@@ -183,15 +194,14 @@ def _streamed(worker: Worker, call: StageCall, method: Any, meter: Meter, found:
                 for position, result in results:
                     clock.stop(lap=True)
                     if result is not None:
-                        yield messages[position]._replace(item=result)
+                        yield [messages[position]._replace(item=result)]
                     clock.start()
                 continue
         if len(results := list(results or ())) not in (0, len(messages)):
             problem = f"was given {len(messages)} items and returned {len(results)}; None drops one"
             raise ValueError(f"{call.name} {problem}")
-        for message, result in zip(messages, results, strict=False):
-            if result is not None:
-                yield message._replace(item=result)
+        pairs = zip(messages, results, strict=False)
+        yield [message._replace(item=result) for message, result in pairs if result is not None]
 
 
 def _turn(worker: Worker, call: StageCall) -> AbstractContextManager[None]:
@@ -204,14 +214,14 @@ def _matched(worker: Worker, call: StageCall) -> Iterator[tuple[Message, ...]]:
     open_inputs = dict(enumerate(call.inputs))
     while open_inputs:
         for place, edge in list(open_inputs.items()):
-            message = edge.get(worker.rank)
-            if message.number == END.number:
+            packet = edge.get(worker.rank)
+            if not packet:
                 del open_inputs[place]
-                continue
-            waiting[message.number][place] = message
-            if len(waiting[message.number]) == len(call.inputs):
-                columns = waiting.pop(message.number)
-                yield tuple(columns[i] for i in range(len(columns)))
+            for message in packet:
+                waiting[message.number][place] = message
+                if len(waiting[message.number]) == len(call.inputs):
+                    columns = waiting.pop(message.number)
+                    yield tuple(columns[i] for i in range(len(columns)))
 
 
 def _chunks(messages: Iterator[tuple[Message, ...]], items: int) -> Iterator[list[tuple[Message, ...]]]:
@@ -237,7 +247,6 @@ class Link:
         self.rank, self.loop, self.steps, self.groups = worker.rank, call.loop, call.loop.steps, call.loop.groups
         self._worker, self._call, self._meter = worker, call, meter
         self._hops: list[float] = []
-        self._cpu_s = time.process_time()
 
     # ---- first stage
 
@@ -274,19 +283,15 @@ class Link:
         """Pass on what a stream's rounds have given."""
         size = self.loop.items // (self.loop.ranks[0] * self.groups)
         for edge in self._call.outputs:
-            edge.put(Message(stream, size, item))
+            edge.put([Message(stream, size, item)])
 
     # ---- measuring
 
     @contextmanager
     def call(self, items: int) -> Iterator[None]:
-        """Around one call of this end on `items` items, so that its cost is known.
-
-        On a CPU what the process does for its messages between two calls is part of the second.
-        """
-        with self.turn(), self._meter.call(items, since=self._cpu_s):
+        """Around one call of this end on `items` items, so that its cost is known."""
+        with self.turn(), self._meter.call(items):
             yield
-        self._cpu_s = time.process_time()
 
     def turn(self) -> AbstractContextManager[None]:
         """Around work on devices that the other stage uses as well, if they are such that only one can."""
@@ -313,28 +318,27 @@ class Meter:
     """Measures the calls of one stage in one iteration: seconds, busy share, memory, by the number of items.
 
     A call's seconds are those that it would have taken alone: without the time in which its thread stood in line
-    because other processes had the cores.
+    because other processes had the cores. On a CPU what the process does for its messages between two calls belongs to
+    the second.
     """
 
     def __init__(self, worker: Worker, name: str) -> None:
         self._worker, self._name = worker, name
         self._calls: dict[int, list[tuple[float, float, list[float]]]] = defaultdict(list)  # seconds, cpu, laps
+        self._cpu_s = time.process_time()
 
     @contextmanager
-    def call(self, items: int, since: float | None = None) -> Iterator[Clock]:
-        """Around one call on `items` items of this rank; recorded as work in the timeline too.
-
-        Args:
-            since: count what the process has done since it had used so many processor seconds.
-        """
+    def call(self, items: int) -> Iterator[Clock]:
+        """Around one call on `items` items of this rank; recorded as work in the timeline too."""
         clock = Clock()
-        if since is not None and self._worker.context.device_kind == "cpu":
-            clock.seconds = clock.cpu_s = time.process_time() - since
+        if self._worker.context.device_kind == "cpu":
+            clock.seconds = clock.cpu_s = time.process_time() - self._cpu_s
         with self._worker.trace.span(self._name, items=items):
             clock.start()
             yield clock
             clock.stop()
         self._calls[items].append((clock.seconds, clock.cpu_s, clock.laps))
+        self._cpu_s = time.process_time()
 
     def add(self, items: int, seconds: float, cpu_s: float) -> None:
         self._calls[items].append((seconds, cpu_s, []))

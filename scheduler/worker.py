@@ -165,8 +165,10 @@ class Worker:
 
     def run_stage(self, call: StageCall, iteration: int, arguments: tuple[Any, ...] = ()) -> StageReport:
         """Do this rank's part of one iteration of a flow."""
-        self.iteration = iteration
-        return run_stage(self, call, arguments)
+        self.iteration, start = iteration, time.monotonic()
+        report = run_stage(self, call, arguments)
+        report.start, report.end = start, time.monotonic()
+        return report
 
     def state(self) -> Any:
         """What a successor on other devices needs to go on exactly as this rank would."""
