@@ -127,6 +127,18 @@ class Plan:
             raise PlanError(f"placement: device {last} does not exist; there are {count}, numbered from 0")
         return _plan(flow, profile, available, items, "best", sets)
 
+    def with_groups(self, loop: str, groups: int) -> Plan:
+        """The same plan with another number S of pipeline groups in a loop; `repriced` gives it its times."""
+
+        def walk(node: PlanNode) -> PlanNode:
+            if not isinstance(node, Leaf):
+                return replace(node, parts=tuple(walk(part) for part in node.parts))
+            if node.loop is None or node.stage != loop:
+                return node
+            return replace(node, loop=replace(node.loop, groups=groups))
+
+        return replace(self, root=walk(self.root))
+
     def repriced(self, profile: Profile) -> Plan:
         """The same plan with the times of another profile (for example newer measurements); switches stay."""
         kinds = np.repeat(np.arange(len(self.devices)), [s.count for s in self.devices])
