@@ -30,7 +30,7 @@ class Model(Worker):
     """Works on a core: `turns` matrix products for each item."""
 
     def __init__(self, size: int = 160) -> None:
-        self.matrix = np.random.default_rng(0).standard_normal((size, size)) / size
+        self.matrix = np.linalg.qr(np.random.default_rng(0).standard_normal((size, size)))[0]  # products stay finite
 
     def _work(self, turns: int) -> None:
         product = self.matrix
@@ -60,14 +60,14 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=7)
     options = parser.parse_args()
     drawn = np.random.default_rng(0).lognormal(0.0, options.sigma, options.items)
-    turns = np.maximum(1, 60 * drawn / drawn.mean()).astype(int).tolist()
+    turns = np.maximum(1, 150 * drawn / drawn.mean()).astype(int).tolist()
     with Cluster(cpu_slots=2) as cluster:
         places = parse_placement("generator: 0; trainer: 1", 2, ["generator", "trainer"])
         generator, trainer = (cluster.start(name, Model, places[name]) for name in ("generator", "trainer"))
         barrier, elastic = Flow("barrier"), Flow("elastic")
         barrier.stage(trainer.train, barrier.stage(generator.generate, barrier.source("prompts")), gather=True)
         elastic.stage(trainer.accumulate, elastic.stage(generator.generate, elastic.source("prompts")))
-        arguments = {"trainer.train": (60,), "trainer.accumulate": (60,)}
+        arguments = {"trainer.train": (150,), "trainer.accumulate": (150,)}
         seconds: dict[str, list[float]] = {}
         profile = Profile()
         for flow in (barrier, elastic):

@@ -22,6 +22,7 @@ from scheduler.executor import Executor, Iteration
 from scheduler.flow import Flow
 from scheduler.plan import Plan, granularities, make_plan
 from scheduler.profile import Profile
+from scheduler.simulate import expected_seconds
 
 logger = logging.getLogger(__name__)
 LEAST_GAIN = 0.05  # of an iteration; less is within the spread of timings
@@ -86,10 +87,8 @@ class Schedule:
         done = self.executor.iterate(sources, arguments)
         metrics = {"schedule/measured_s": done.seconds}
         if plan is not None and warm:
-            metrics |= {
-                "schedule/predicted_s": plan.predicted_s,
-                "schedule/error": done.seconds / plan.predicted_s - 1.0,
-            }
+            predicted = expected_seconds(plan, self.profile)
+            metrics |= {"schedule/predicted_s": predicted, "schedule/error": done.seconds / predicted - 1.0}
             self._seconds[signature(plan)].append(done.seconds)
         if warm:
             self.profile.add(*done.samples)

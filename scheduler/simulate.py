@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from scheduler.plan_tree import Devices, Leaf, LoopShape, PlanNode, Spatial
+from scheduler.plan_tree import Devices, Leaf, LoopShape, PlanNode, Spatial, leaves
 from scheduler.profile import Profile
 
 if TYPE_CHECKING:
@@ -79,6 +79,16 @@ def simulate(
     run = _Run(profile, rng, capacity)
     makespan = run.node(plan.root, 0.0)
     return Simulation(makespan, tuple(run.intervals), plan.num_devices)
+
+
+def expected_seconds(plan: Plan, profile: Profile, runs: int = 32) -> float:
+    """Of an iteration, with what is spent before and after it: the closed form, or, where the durations of some stage
+    differ much, the mean of simulations with drawn durations."""
+    names = [member for leaf in leaves(plan.root) for member in leaf.members]
+    if all(profile.model(name).durations is None for name in names):
+        return plan.predicted_s
+    spans = [simulate(plan, profile, seed).makespan for seed in range(runs)]
+    return float(np.mean(spans)) + plan.overhead_s
 
 
 def loop_calls(
