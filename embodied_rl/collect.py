@@ -21,7 +21,7 @@ from embodied_rl.demonstrations import DatasetError, DemonstrationWriter, Episod
 from embodied_rl.faults import Fault
 from embodied_rl.progress import TrainProgress
 from embodied_rl.report_data import wilson_interval
-from envs.base import EnvError, EnvSettings, Observation, episode_seed
+from envs.base import EnvError, EnvSettings, Episode, Observation, episode_seed
 from envs.experts import EXPERTS, make_expert
 from envs.pool import EnvPool
 
@@ -171,36 +171,42 @@ class _Demonstrator:
 
     def run(self, number: int, keep_failure: bool) -> tuple[EpisodeInfo, Trajectory]:
         """Run episode `number`; again from its start if the process was lost over it."""
+        outcome = None
+        while outcome is None:
+            outcome = self._attempt(number)
+        episode, labels, shown = outcome
+        assert episode.actions is not None  # they are recorded
+        info = EpisodeInfo(
+            number=number,
+            seed=episode.seed,
+            length=episode.length,
+            success=episode.success_at_end,
+            episode_return=episode.episode_return,
+            instruction=shown[0]["instruction"][0],
+            kept=episode.success_at_end or keep_failure,
+        )
+        trajectory = Trajectory(
+            action=np.stack(labels),
+            executed_action=episode.actions,
+            state=self._recording(shown, "state"),
+            image=self._recording(shown, "image"),
+        )
+        return info, trajectory
+
+    def _attempt(self, number: int) -> tuple[Episode, list[np.ndarray], list[Observation]] | None:
+        """The episode with T expert's actions and T+1 observations; None if the process was lost."""
+        generator = np.random.default_rng([self._seed, number])
+        shown = [self._env.reset(seeds=[episode_seed(self._seed, 0, number)])]
+        labels = []
         while True:
-            generator = np.random.default_rng([self._seed, number])
-            shown = [self._env.reset(seeds=[episode_seed(self._seed, 0, number)])]
-            clean: list[np.ndarray] = []
-            while True:
-                action, executed = self._act(shown[-1]["state"][0], generator)
-                result = self._env.chunk_step(executed[None, None])
-                if result.lost[0]:
-                    break
-                clean.append(action)
-                shown.append(result.observation)
-                if result.episodes:
-                    (episode,) = result.episodes
-                    assert episode.actions is not None
-                    success = episode.success_at_end
-                    info = EpisodeInfo(
-                        number=number,
-                        seed=episode.seed,
-                        length=episode.length,
-                        success=success,
-                        episode_return=episode.episode_return,
-                        instruction=shown[0]["instruction"][0],
-                        kept=success or keep_failure,
-                    )
-                    return info, Trajectory(
-                        action=np.stack(clean),
-                        executed_action=episode.actions,
-                        state=self._recording(shown, "state"),
-                        image=self._recording(shown, "image"),
-                    )
+            label, executed = self._act(shown[-1]["state"][0], generator)
+            result = self._env.chunk_step(executed[None, None])
+            if result.lost[0]:
+                return None
+            labels.append(label)
+            shown.append(result.observation)  # the last one of the episode stays, without auto-reset
+            if result.episodes:
+                return result.episodes[0], labels, shown
 
     def _act(self, state: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """The expert's action, and the one to execute: disturbed, except for the gripper."""
