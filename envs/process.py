@@ -36,6 +36,7 @@ class EnvProcess:
 
     def __init__(self) -> None:
         self.sets: dict[int, EpisodicVectorEnv] = {}
+        self.cpu_s = 0.0  # processor seconds when the last command was done
 
     def make(self, key: int, args: VectorArgs) -> EnvSpec:
         self.sets[key] = EpisodicVectorEnv(args)
@@ -51,10 +52,10 @@ class EnvProcess:
         self.sets[key].reset(rows, seeds, init_ids)
 
     def chunk(self, key: int) -> tuple[list[Episode], float, float, float]:
-        start, cpu = time.monotonic(), time.process_time()
-        env = self.sets[key]
+        """The processor seconds include those that went into the last answer and this command."""
+        start, env = time.monotonic(), self.sets[key]
         episodes = env.run_chunk(env.buffers.action)
-        return episodes, start, time.monotonic(), time.process_time() - cpu
+        return episodes, start, time.monotonic(), time.process_time() - self.cpu_s
 
     def state(self, key: int) -> list[dict[str, Any]]:
         return self.sets[key].state()
@@ -92,6 +93,7 @@ def serve(connection: Connection) -> None:
         key = args[0] if isinstance(args[0], int) else -1
         try:
             answer = (key, True, getattr(process, command)(*args))
+            process.cpu_s = time.process_time()
         except EnvError as error:
             answer = (key, False, str(error))
         except (Exception, SystemExit):
