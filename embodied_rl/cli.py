@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from embodied_rl.config import Config
     from embodied_rl.faults import Fault
 
+_LIBERO = "On LIBERO's suites"
 app = typer.Typer(
     help="Train robot policies by reinforcement learning in simulators.",
     no_args_is_help=True,
@@ -56,37 +57,55 @@ def train(
     For example: embodied-rl train cartpole_ppo env.num_envs=16 algorithm.lr=1e-3
     """
     with _interruptible():
-        from embodied_rl.faults import defaulted_keys
-        from embodied_rl.preflight import preflight
-        from embodied_rl.recipe import DEFAULT_RECIPE, load_recipe, recipe_name, run_directory
-        from embodied_rl.runs import choose_run_dir
+        from embodied_rl.demonstration_faults import unused_demonstrations
 
-        words = list(words or [])
-        recipe = words.pop(0) if words and _is_recipe(words[0]) else DEFAULT_RECIPE
-        config, faults = load_recipe(recipe, words)
-        given_run = run_directory(recipe)
-        resumed = str(given_run) if resume and given_run else resume
-        run_dir, run_faults = choose_run_dir(config, recipe_name(recipe), resumed)
-        faults += run_faults
-        faults += preflight(config, run_dir, resume, dry_run, defaulted_keys(faults))
-        if faults:
-            _refuse(faults, "training")
-        if dry_run:
-            from embodied_rl.dry_run import print_dry_run
-
-            print_dry_run(config, run_dir, resume)
-            return
+        config, run_dir = _prepared(words or [], resume, dry_run, "training", unused_demonstrations)
         from embodied_rl.train import train as start
 
         raise typer.Exit(start(config, run_dir, resume=resume, command=shlex.join(["embodied-rl", *sys.argv[1:]])))
 
 
+@app.command()
+def sft(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE [KEY=VALUE]...", help="As for `train`; its policy.kind is openvla."),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(help="Directory of demonstrations (`embodied-rl collect`); default: the recipe's sft.data."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="As for `train`.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="As for `train`.")] = False,
+) -> None:
+    """Fine-tune a policy on demonstrations.
+
+    The run directory holds `pretrained`, from which reinforcement can start. For example:
+    embodied-rl sft maniskill_openvla_tiny_sft --data demos/pushcube
+    """
+    with _interruptible():
+        from embodied_rl.demonstration_faults import demonstration_faults
+
+        words = [*words, *([f"sft.data={data}"] if data else [])]
+        config, run_dir = _prepared(words, resume, dry_run, "fine-tuning", demonstration_faults)
+        from embodied_rl.sft import FineTuning
+        from embodied_rl.train import train as start
+
+        command = shlex.join(["embodied-rl", *sys.argv[1:]])
+        raise typer.Exit(start(config, run_dir, resume=resume, command=command, kind=FineTuning))
+
+
 @app.command("eval")
 def evaluate(
-    run_or_checkpoint: Annotated[
-        Path,
-        typer.Argument(help="A run directory (its best checkpoint is taken) or a checkpoint directory."),
-    ],
+    policy: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT|POLICY",
+            help="A run directory (its best checkpoint is taken) or a checkpoint directory. With --suite: an OpenVLA "
+            "checkpoint directory, a preset such as openvla-tiny, expert or random.",
+            show_default=False,
+        ),
+    ] = None,
     episodes: Annotated[
         int | None,
         typer.Option(min=1, help="Default: the run's evaluation.final_episodes.", show_default=False),
@@ -99,12 +118,69 @@ def evaluate(
         int | None, typer.Option(min=0, help="Default: the run's evaluation.videos.", show_default=False)
     ] = None,
     stochastic: Annotated[bool, typer.Option("--stochastic", help="Sample actions instead of the mean.")] = False,
+    suite: Annotated[
+        str | None,
+        typer.Option(metavar="SUITE[,SUITE]", help="LIBERO suites to evaluate on, or all.", rich_help_panel=_LIBERO),
+    ] = None,
+    named_policy: Annotated[
+        str | None,
+        typer.Option("--policy", help="The policy, in place of the argument.", rich_help_panel=_LIBERO),
+    ] = None,
+    protocol: Annotated[
+        str,
+        typer.Option(help="openvla, openvla-oft, simplevla, rlinf or lerobot.", rich_help_panel=_LIBERO),
+    ] = "openvla-oft",
+    trials: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Of each task; default: the protocol's.", rich_help_panel=_LIBERO, show_default=False
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="0,3", help="Numbers; default: all.", rich_help_panel=_LIBERO, show_default=False),
+    ] = None,
+    envs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Env processes; default: one for each core.", rich_help_panel=_LIBERO, show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of the result; default: evaluations/POLICY_SUITE_PROTOCOL.",
+            rich_help_panel=_LIBERO,
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the evaluation in that directory.", rich_help_panel=_LIBERO)
+    ] = False,
+    wandb: Annotated[
+        str, typer.Option(help="auto, online, offline or disabled.", rich_help_panel=_LIBERO)
+    ] = "auto",
 ) -> None:
-    """Measure the success rate of a trained policy."""
+    """Measure the success rate of a policy: of a run, in its env, or on LIBERO's suites under a published protocol.
+
+    For example: embodied-rl eval openvla-tiny --suite libero_spatial --tasks 0,3 --trials 10
+    """
     with _interruptible():
+        from embodied_rl.faults import Fault
         from embodied_rl.preflight import environment_faults
 
-        checkpoint = _find_checkpoint(run_or_checkpoint)
+        chosen = policy or named_policy
+        if chosen is None:
+            fault = Fault("policy", None, "no policy was named", "name a run, a checkpoint, expert or random")
+            _refuse([fault], "evaluation")
+        if suite is not None:
+            from embodied_rl.evaluate_suite import evaluate_from_options
+
+            options = {"protocol": protocol, "trials": trials, "tasks": tasks, "envs": envs, "seed": seed}
+            options |= {"videos": videos, "stochastic": stochastic, "resume": resume, "wandb": wandb}
+            command = shlex.join(["embodied-rl", *sys.argv[1:], *([] if resume else ["--resume"])])
+            raise typer.Exit(evaluate_from_options(chosen, suite, out, command, options))
+        checkpoint = _find_checkpoint(Path(chosen))
         config = _stored_config(checkpoint)
         if faults := environment_faults(config, dry_run=False):
             _refuse(faults, "evaluation")
@@ -295,6 +371,33 @@ def _interruptible() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(130) from None
+
+
+def _prepared(
+    words: Sequence[str], resume: bool, dry_run: bool, action: str, more_faults: Callable[[Config], list[Fault]]
+) -> tuple[Config, Path]:
+    """The configuration and the directory of a run without faults. A dry run ends here."""
+    from embodied_rl.faults import defaulted_keys
+    from embodied_rl.preflight import preflight
+    from embodied_rl.recipe import DEFAULT_RECIPE, load_recipe, recipe_name, run_directory
+    from embodied_rl.runs import choose_run_dir
+
+    words = list(words)
+    recipe = words.pop(0) if words and _is_recipe(words[0]) else DEFAULT_RECIPE
+    config, faults = load_recipe(recipe, words)
+    given_run = run_directory(recipe)
+    resumed = str(given_run) if resume and given_run else resume
+    run_dir, run_faults = choose_run_dir(config, recipe_name(recipe), resumed)
+    faults += run_faults
+    faults += preflight(config, run_dir, resume, dry_run, defaulted_keys(faults))
+    if faults := faults or more_faults(config):
+        _refuse(faults, action)
+    if dry_run:
+        from embodied_rl.dry_run import print_dry_run
+
+        print_dry_run(config, run_dir, resume)
+        raise typer.Exit()
+    return config, run_dir
 
 
 def _is_recipe(word: str) -> bool:

@@ -73,8 +73,51 @@ class EnvConfig(Section):
     )
 
 
+class OpenVLAConfig(Section):
+    """How a checkpoint is used; see `policies.openvla.OpenVLASettings`."""
+
+    checkpoint: str = Field(
+        default="openvla-tiny", min_length=1, description="directory in the published format, or a preset"
+    )
+    unnorm_key: str | None = Field(
+        default=None, description="data set whose action statistics apply; default: the checkpoint's only one"
+    )
+    epsilon: NonNegative = Field(default=0.0, description="added to the range of an action dimension; OFT: 1e-8")
+    gripper: Literal["as_trained", "libero", "maniskill"] = Field(
+        default="as_trained", description="how the last action dimension is commanded"
+    )
+    tokenizer: str | None = Field(default=None, description="directory with tokenizer.json; default: the checkpoint's")
+    prompt: Literal["openvla", "openvla-v01"] = "openvla"
+    prompt_length: Positive = Field(default=64, description="tokens that prompts are filled up to")
+    lanczos: bool = Field(default=False, description="resize images by TensorFlow's Lanczos filter first")
+    center_crop: bool = Field(default=False, description="show the middle 90 % of the image")
+    view: Annotated[int, Field(ge=0)] = Field(default=0, description="which camera is shown")
+    dtype: Literal["float32", "bfloat16"] | None = Field(default=None, description="of the network; default: as stored")
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
+    compile: str | None = Field(default=None, description="backend of torch.compile, such as inductor; default: none")
+    temperature: Annotated[float, Field(gt=0)] = Field(default=1.0, description="of sampling and of log-probabilities")
+    top_k: Positive | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    value_position: Literal["first", "last", "mean"] = Field(default="first", description="hidden state that is valued")
+    value_hidden: tuple[Positive, ...] = (512, 128)
+    lora_rank: Positive | None = Field(default=None, description="of adapters, trained in place of the network")
+    lora_alpha: Annotated[float, Field(gt=0)] = Field(default=16.0, description="adapters count alpha / rank")
+    lora_targets: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        description="names of modules, or their last parts",
+    )
+    adapter: str | None = Field(default=None, description="directory of a stored adapter to go on from")
+    frozen: tuple[Literal["vision_backbone", "projector", "language_model"], ...] = Field(
+        default=(), description="parts that are not trained"
+    )
+
+
 class PolicyConfig(Section):
-    kind: Literal["mlp", "cnn"] = Field(default="mlp", description="mlp: of the state; cnn: of images, and the state")
+    kind: Literal["mlp", "cnn", "openvla"] = Field(
+        default="mlp", description="mlp: of the state; cnn: of images, and the state; openvla: of images and language"
+    )
     hidden: tuple[Annotated[int, Field(ge=1, le=65536)], ...] = (128, 128)
     chunk: Annotated[int, Field(ge=1, le=1000)] = Field(
         default=1, description="consecutive actions from one policy call"
@@ -84,6 +127,7 @@ class PolicyConfig(Section):
     )
     normalise_observations: bool = True
     observation_clip: Annotated[float, Field(gt=0)] = 8.0
+    openvla: OpenVLAConfig = OpenVLAConfig()
 
 
 class RolloutConfig(Section):
@@ -132,6 +176,17 @@ class AlgorithmConfig(Section):
     )
     filter_low: Fraction | None = Field(default=None, description="GRPO: drop groups whose mean success is lower")
     filter_high: Fraction | None = Field(default=None, description="GRPO: drop groups whose mean success is higher")
+
+
+class SFTConfig(Section):
+    """Supervised fine-tuning by `embodied-rl sft`; learning rate and micro-batches are those of `algorithm`."""
+
+    data: str | None = Field(default=None, min_length=1, description="directory of demonstrations, as --data")
+    batch: Positive = Field(default=64, description="demonstrated decisions in one optimiser step")
+    steps: Positive = Field(default=50, description="optimiser steps in one iteration")
+    held_out: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.05, description="share of the episodes that only measures"
+    )
 
 
 class TrainConfig(Section):
@@ -192,6 +247,7 @@ class Config(Section):
     policy: PolicyConfig = PolicyConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    sft: SFTConfig = SFTConfig()
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()

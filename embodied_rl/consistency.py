@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Literal
 
-from embodied_rl.config import Config, EnvConfig
+from embodied_rl.config import Config, EnvConfig, PolicyConfig
 from embodied_rl.faults import Fault, nearest_divisors, nearest_multiples, show
 from scheduler.placement import local_device_count, parse_placement
 
@@ -21,6 +21,7 @@ MANISKILL_KEYS = (
     "image_size",
     "shader",
 )
+MLP_KEYS = ("hidden", "log_std", "normalise_observations", "observation_clip")
 
 # A fault, and the keys that the check read: it is void if one of them was not understood.
 Finding = tuple[tuple[str, ...], Fault]
@@ -35,6 +36,7 @@ def consistency_faults(config: Config, defaulted: Collection[str] = ()) -> list[
         _batches,
         _algorithm,
         _observation,
+        _policy,
         _simulator_keys,
         _placement,
     )
@@ -159,18 +161,29 @@ def _algorithm(config: Config) -> Iterator[Finding]:
 
 
 def _observation(config: Config) -> Iterator[Finding]:
-    if config.policy.kind == "mlp" and "state" not in config.env.observation:
-        fault = Fault(
-            "env.observation",
-            list(config.env.observation),
-            "the mlp policy sees the state",
-            "nearest valid: [state]",
-        )
+    kind, seen = config.policy.kind, list(config.env.observation)
+    needed = "state" if kind == "mlp" else "image"
+    if needed not in seen:
+        problem = f"the {kind} policy sees the state" if kind == "mlp" else f"the {kind} policy sees images"
+        fault = Fault("env.observation", seen, problem, f"nearest valid: [{needed}]")
         yield ("env.observation", "policy.kind"), fault
-    if config.policy.kind == "cnn" and "image" not in config.env.observation:
-        seen = list(config.env.observation)
-        fault = Fault("env.observation", seen, "the cnn policy sees images", "nearest valid: [image]")
-        yield ("env.observation", "policy.kind"), fault
+
+
+def _policy(config: Config) -> Iterator[Finding]:
+    """OpenVLA decides on one action at a time; and no kind has another's options."""
+    policy, default = config.policy, PolicyConfig()
+    if policy.kind == "openvla" and policy.chunk != 1:
+        fault = Fault("policy.chunk", policy.chunk, "OpenVLA decides on one action at a time", "nearest valid: 1")
+        yield ("policy.chunk", "policy.kind"), fault
+    if policy.kind == "openvla":
+        foreign = {f"policy.{name}": (getattr(policy, name), getattr(default, name)) for name in MLP_KEYS}
+        problem = "the openvla policy does not have it"
+    else:
+        foreign = {f"policy.openvla.{name}": (value, getattr(default.openvla, name)) for name, value in policy.openvla}
+        problem = f"only OpenVLA has it, and policy.kind is {policy.kind}"
+    for key, (value, expected) in foreign.items():
+        if value != expected:
+            yield ("policy.kind", key), Fault(key, value, problem, f"nearest valid: {show(expected)}")
 
 
 def _simulator_keys(config: Config) -> Iterator[Finding]:

@@ -35,7 +35,7 @@ class Trajectories:
     """Rollout to actor: one stream's rollout, time-major.
 
     Attributes:
-        observation: tensors [T, n, ...].
+        observation: tensors [T, n, ...]; what the policy's `prepare` gave.
         token, logprob: [T, n, C, A].
         value: [T, n].
         next_value: [T, n]; V(final observation) where an episode ended, else V(next observation).
@@ -78,6 +78,19 @@ class Trajectories:
         observation = {key: torch.cat([part.observation[key] for part in parts], dim=1) for key in parts[0].observation}
         env_ids = torch.cat([part.env_ids for part in parts])
         return Trajectories(observation=observation, env_ids=env_ids, **joined)
+
+
+@dataclass
+class DemonstrationRows:
+    """Driver to actor: which steps of a dataset of demonstrations one rank takes in one iteration of fine-tuning.
+
+    Attributes:
+        train: int64 [optimiser steps, its share of a batch].
+        held_out: int64 [n]; to measure on.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
 
 
 @dataclass

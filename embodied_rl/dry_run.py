@@ -128,10 +128,11 @@ def _marked_yaml(config: Config) -> Text:
     values, text, open_section = flat(config.model_dump(mode="json")), Text(), ""
     for name, key in all_keys().items():
         section, _, leaf = name.rpartition(".")
+        depth = section.count(".") + bool(section)
         if section != open_section:
-            text.append(f"{section}:\n")
+            text.append(f"{'  ' * (depth - 1)}{section.rpartition('.')[2]}:\n" if section else "")
             open_section = section
-        line = f"{'  ' if section else ''}{leaf}: {_flow(values[name])}"
+        line = f"{'  ' * depth}{leaf}: {_flow(values[name])}"
         if values[name] == key.default:
             text.append(f"{line}\n")
         else:

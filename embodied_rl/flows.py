@@ -2,6 +2,7 @@
 
 training      (env.rollout <> rollout.generate) -> actor.update -> rollout.load_weights
 evaluation    (env.evaluate <> rollout.serve)
+fine-tuning   actor.imitate -> rollout.load_weights
 weights       actor.weights -> rollout.load_weights, where there is no update before
 
 Arguments `env`, `rollout` and `actor` are worker groups, or `PlannedGroup`s to plan without workers.
@@ -39,6 +40,14 @@ def evaluation_flow(config: Config, env: Any, rollout: Any) -> Flow:
     """Episodes of the present policy; each is run once, by whichever env is free."""
     flow = Flow("evaluation")
     flow.loop(env.evaluate, rollout.serve, steps=1, items=config.env.num_envs, pipeline=config.pipeline_choices)
+    return flow
+
+
+def fine_tuning_flow(rollout: Any, actor: Any) -> Flow:
+    """One iteration of supervised fine-tuning. An item is what one actor rank takes of the demonstrations."""
+    flow = Flow("sft")
+    weights = flow.stage(actor.imitate, flow.source("demonstrations"), gather=True)
+    flow.stage(rollout.load_weights, weights, gather=True, broadcast=True)
     return flow
 
 

@@ -1,5 +1,6 @@
 """Checks of a configuration against this machine, before a process starts: simulator, env id, assets,
-rendering, run directory, and what is to be resumed. Imports neither Ray, torch nor a simulator.
+rendering, checkpoint of the policy, run directory, and what is to be resumed. Imports neither Ray nor a simulator, and
+torch only to look at a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from embodied_rl.checkpoint import latest_checkpoint, read_manifest
 from embodied_rl.config import Config, first_placement
 from embodied_rl.consistency import GROUPS, episode_fault, visible_devices
 from embodied_rl.faults import Fault, any_of, show
+from embodied_rl.policy_faults import policy_faults
 from embodied_rl.runs import runs_in
 from embodied_rl.schema import all_keys, flat
 from envs.catalog import download_command, gymnasium_envs, maniskill_envs, missing_assets
@@ -43,6 +45,8 @@ def preflight(
         defaulted: keys that were not understood; checks that need them are left out.
     """
     faults = environment_faults(config, dry_run, defaulted)
+    if not any(key.startswith("policy.") for key in defaulted):
+        faults += policy_faults(config)
     if fault := _unwritable(run_dir):
         faults.append(fault)
     elif resume:

@@ -217,8 +217,11 @@ def _validate(values: dict[str, Any], faults: list[Fault]) -> Config:
     while True:
         nested: dict[str, Any] = {}
         for name, value in values.items():
-            section, _, leaf = name.rpartition(".")
-            (nested.setdefault(section, {}) if section else nested)[leaf] = value
+            *path, leaf = name.split(".")
+            section = nested
+            for part in path:
+                section = section.setdefault(part, {})
+            section[leaf] = value
         try:
             # Through JSON: in strict mode only there a list is a tuple.
             return Config.model_validate_json(json.dumps(nested, default=str), strict=True)
@@ -230,7 +233,8 @@ def _validate(values: dict[str, Any], faults: list[Fault]) -> Config:
 def _key_at(location: tuple[int | str, ...]) -> str:
     """The key of an error, which may lie deeper, in an element of the key's value."""
     parts = [str(part) for part in location]
-    return next(name for name in (".".join(parts[:2]), parts[0]) if name in all_keys())
+    names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next(name for name in names if name in all_keys())
 
 
 def _value_fault(name: str, value: Any, kind: str) -> Fault:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from embodied_rl.build import require_fit
 from embodied_rl.config import Config
 from embodied_rl.data import RolloutReport
 from embodied_rl.flows import evaluation_flow, training_flow, weights_flow
@@ -26,7 +27,6 @@ from scheduler.trace import Event
 from scheduler.worker import Handle, Worker, WorkerGroup, wait_all
 
 GROUPS = ("actor", "rollout", "env")
-CLASSES: dict[str, type[Worker]] = {"actor": ActorWorker, "rollout": RolloutWorker, "env": EnvWorker}
 
 
 @dataclass
@@ -47,16 +47,19 @@ class Team:
         profile: what earlier runs have measured; this one adds to it.
     """
 
+    classes: ClassVar[dict[str, type[Worker]]] = {"actor": ActorWorker, "rollout": RolloutWorker, "env": EnvWorker}
+
     def __init__(
         self, config: Config, cluster: Cluster, groups: Sequence[str] = GROUPS, profile: Profile | None = None
     ) -> None:
         self.config, self.timeout_s = config, config.cluster.timeout_s
         placement = parse_placement(config.initial_placement, len(cluster.devices), GROUPS, cluster.kind)
-        launched = {name: cluster.launch(name, CLASSES[name], placement[name], config) for name in groups}
+        launched = {name: cluster.launch(name, self.classes[name], placement[name], config) for name in groups}
         cluster.await_start(list(launched.values()))
         self.groups: dict[str, WorkerGroup] = {name: group for name, (group, _) in launched.items()}
         self.env, self.rollout = self.groups["env"], self.groups["rollout"]
         self.spec: EnvSpec = self.env.spec().result(self.timeout_s)[0]
+        require_fit(config, self.spec)
         self._wait([self.groups[name].build(self.spec) for name in groups if name != "env"])
         envs = config.env.num_envs
         self._evaluation = Executor(evaluation_flow(config, self.env, self.rollout), envs)
@@ -129,6 +132,10 @@ class Team:
         """Let actor and rollout workers take the parameters of a checkpoint."""
         self.actor.load_policy(checkpoint).wait(self.timeout_s)
         self.sync_weights()
+
+    def export(self, directory: Path) -> None:
+        """Write the actor's policy as a checkpoint in the format of the one that it was made from."""
+        self.actor.export(directory).wait(self.timeout_s)
 
     def drain_trace(self) -> list[Event]:
         """The workers' timelines since the last call."""

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -40,14 +40,16 @@ logger = logging.getLogger(__name__)
 TRACE_EVENTS = 20_000  # newest events kept for the timeline
 
 
-def train(config: Config, run_dir: Path, resume: bool, command: str) -> int:
+def train(config: Config, run_dir: Path, resume: bool, command: str, kind: type[Training] | None = None) -> int:
     """Run a whole training; returns the exit code.
 
     Args:
         run_dir: created here; holds everything the run leaves.
         resume: go on from the newest sound checkpoint in `run_dir`.
         command: what the user typed, for the report and the advice to resume.
+        kind: how is learned; default: by reinforcement.
     """
+    kind = kind or Training
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = _lock(run_dir)
     if lock is None:
@@ -90,7 +92,7 @@ def train(config: Config, run_dir: Path, resume: bool, command: str) -> int:
         ) as cluster:
             interrupt_on_termination()
             profile = known_profile(config)
-            training = Training(config, run_dir, tracker, Team(config, cluster, profile=profile))
+            training = kind(config, run_dir, tracker, kind.team_class(config, cluster, profile=profile))
             try:
                 if checkpoint:
                     training.load(checkpoint)
@@ -107,6 +109,8 @@ def train(config: Config, run_dir: Path, resume: bool, command: str) -> int:
 
 class Training:
     """The state of a running training."""
+
+    team_class: ClassVar[type[Team]] = Team
 
     def __init__(self, config: Config, run_dir: Path, tracker: Tracker, team: Team) -> None:
         self.config, self.run_dir, self.tracker, self.team = config, run_dir.absolute(), tracker, team
@@ -135,15 +139,32 @@ class Training:
                 metrics = self._iterate()
                 progress.update(self.iteration, self.env_steps, metrics)
         seconds = self.earlier_s + time.monotonic() - self.started
-        self.results.append(f"trained {self.env_steps:,} env steps in {duration(seconds)}, {self.iteration} iterations")
+        self.results.append(f"trained {self._amount()} in {duration(seconds)}, {self.iteration} iterations")
         self._evaluate_finally()
+        if self.config.policy.kind == "openvla":
+            self.team.export(self.run_dir / "pretrained")
+            self.results.append(f"for other runs: policy.openvla.checkpoint={self.run_dir / 'pretrained'}")
         self.team.close()
+
+    def _amount(self) -> str:
+        return f"{self.env_steps:,} env steps"
 
     def _write_processes(self) -> None:
         processes = {"driver": os.getpid(), **self.team.process_ids()}
         (self.run_dir / "processes.json").write_text(json.dumps(processes, indent=1))
 
     def _iterate(self) -> dict[str, float]:
+        metrics = self._learn()
+        metrics |= self._evaluate_if_due()
+        self.tracker.log(self.iteration, metrics)
+        is_last = self.iteration == self.config.train.iterations or self.reached
+        is_best = self.best is not None and self.best[1] == self.iteration
+        if is_last or is_best or self.iteration % self.config.train.checkpoint_every == 0:
+            self._save()
+        return metrics
+
+    def _learn(self) -> dict[str, float]:
+        """One iteration: a rollout and the update from it."""
         start = time.monotonic()
         changes = len(self.team.schedule.changes)
         done = self.team.iterate(self.iteration, self.config.train.iterations - self.iteration)
@@ -155,19 +176,12 @@ class Training:
         self.events.append(Event("driver", f"iteration {self.iteration}", "mark", start, end))
         self.env_steps += report.env_steps
         self.episodes += len(report.episodes)
-        metrics = {
+        return {
             **self._rollout_metrics(report),
             **done.learned,
             **done.schedule,
             **self._performance(report, done.policy_calls, start, end),
         }
-        metrics |= self._evaluate_if_due()
-        self.tracker.log(self.iteration, metrics)
-        is_last = self.iteration == self.config.train.iterations or self.reached
-        is_best = self.best is not None and self.best[1] == self.iteration
-        if is_last or is_best or self.iteration % self.config.train.checkpoint_every == 0:
-            self._save()
-        return metrics
 
     def _take_note(self, change: Replan) -> None:
         """A new plan: said, written beside the run's other files, and marked in the timeline."""

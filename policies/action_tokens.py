@@ -81,6 +81,13 @@ class ActionStatistics:
     high: Tensor
     mask: Tensor
 
+    def normalise(self, action: Tensor) -> Tensor:
+        """Actions [..., A] in the data set's units -> [-1, 1], float64; 0 where the data set knows one value only."""
+        low, high, mask = (x.to(action.device) for x in (self.low, self.high, self.mask))
+        span = torch.where(high > low, high - low, 1.0)
+        normalised = torch.where(high > low, 2 * (action.double() - low) / span - 1, 0.0)
+        return torch.where(mask, normalised, action.double()).clamp(-1, 1)
+
     def unnormalise(self, action: Tensor, epsilon: float = 0.0) -> Tensor:
         """Normalised actions [..., A] -> actions in the data set's units, float64."""
         low, high, mask = (x.to(action.device) for x in (self.low, self.high, self.mask))
@@ -125,3 +132,11 @@ def gripper_command(action: Tensor, gripper: Gripper) -> Tensor:
     opening = action[..., -1:]
     command = -torch.sign(2 * opening - 1) if gripper == "libero" else torch.where(opening > 0.5, 1.0, -1.0)
     return torch.cat([action[..., :-1], command.to(action)], dim=-1)
+
+
+def gripper_as_trained(action: Tensor, gripper: Gripper) -> Tensor:
+    """The inverse of `gripper_command`: a simulator's command as training data has it, [..., A]."""
+    if gripper == "as_trained":
+        return action
+    opening = (1 - action[..., -1:]) / 2 if gripper == "libero" else (1 + action[..., -1:]) / 2
+    return torch.cat([action[..., :-1], opening], dim=-1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.noise import SlotNoise
+from policies.state_dicts import shapes, state_faults
 
 Observation = dict[str, Any]
 
@@ -83,6 +84,18 @@ class Policy(nn.Module):
     def prepare(self, observation: Observation) -> Observation:
         """What the other methods need of an observation; they take either. Tensors only, so that it can be stored."""
         return observation
+
+    def learned_state(self) -> dict[str, Tensor]:
+        """The part of the state dict that learning may change: all but the frozen parameters."""
+        frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+        return {name: tensor for name, tensor in self.state_dict().items() if name not in frozen}
+
+    def load_learned_state(self, state: dict[str, Tensor]) -> None:
+        """Undo `learned_state`, of a policy that was built alike. Raises RuntimeError for another's."""
+        own, given = ({**tensors, "_extra_state": torch.empty(0)} for tensors in (self.learned_state(), state))
+        if faults := state_faults(shapes(own), shapes(given)):  # extra state has no shape of its own
+            raise RuntimeError(f"these are not the parameters of this policy:\n{faults}")
+        self.load_state_dict(state, strict=False)
 
     def observe(self, observation: Observation, valid: Tensor) -> None:
         """Take in the observations of one iteration (leading dimensions as `valid`), for running statistics."""

@@ -5,6 +5,7 @@ Several ranks share the work by data parallelism: gradients are summed, every me
 
 from __future__ import annotations
 
+import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ from envs.base import EnvSpec
 from policies import Policy
 from scheduler.stage import Output
 from scheduler.worker import Worker
+
+PARITY_BATCH = 64  # decisions whose log-probabilities are compared before the first update
+PARITY_LIMIT = 0.1  # more than bfloat16 rounds differently in batches of other sizes
 
 
 @dataclass
@@ -63,6 +67,7 @@ class ActorWorker(Worker):
         self.config = config
         self.device = torch.device("cuda" if self.context.device_kind == "gpu" else "cpu")
         self.generator = torch.Generator().manual_seed(config.seed * 1009 + self.rank)
+        self.has_learned = False
 
     def build(self, spec: EnvSpec) -> None:
         """Build the policy for the envs and its optimiser, and meet the other ranks."""
@@ -77,7 +82,7 @@ class ActorWorker(Worker):
             False: self.config.algorithm.lr,
             True: self.config.algorithm.value_lr or self.config.algorithm.lr,
         }
-        named = list(self.policy.named_parameters())
+        named = [(name, p) for name, p in self.policy.named_parameters() if p.requires_grad]
         return [
             {
                 "params": [p for name, p in named if name.startswith("critic") is critic],
@@ -117,8 +122,8 @@ class ActorWorker(Worker):
     # ------------------------------------------------------------------------------------------ weights
 
     def weights(self, _: list[Any]) -> list[dict[str, Tensor]]:
-        """The parameters, for the rollout workers."""
-        return [{name: tensor.cpu() for name, tensor in self.policy.state_dict().items()}]
+        """The parameters that learning changes, for the rollout workers."""
+        return [{name: tensor.cpu() for name, tensor in self.policy.learned_state().items()}]
 
     # ------------------------------------------------------------------------------------------ learning
 
@@ -127,7 +132,11 @@ class ActorWorker(Worker):
 
         Gives the new parameters (rank 0 does); reports the metrics, the same on every rank.
         """
-        metrics = self._learn(Trajectories.concatenate(trajectories), self.iteration)
+        rollout = Trajectories.concatenate(trajectories)
+        if not self.has_learned:
+            self._require_equal_policies(rollout)
+        metrics = self._learn(rollout, self.iteration)
+        self.has_learned = True
         return Output(self.weights([]) if self.rank == 0 else [], metrics)
 
     def _learn(self, rollout: Trajectories, iteration: int) -> dict[str, float]:
@@ -156,6 +165,21 @@ class ActorWorker(Worker):
             else:
                 shared = seen
             self.policy.observe(shared, shared["valid"])
+
+    @torch.no_grad()
+    def _require_equal_policies(self, rollout: Trajectories) -> None:
+        """Before the first update, this policy must score actions as the one did that chose them."""
+        valid = rollout.valid.any(-1)
+        some = slice(self.config.algorithm.micro_batch or PARITY_BATCH)
+        take = lambda x: x[valid][some].to(self.device)  # noqa: E731
+        observation = {key: take(value) for key, value in rollout.observation.items()}
+        logprob, _, _ = self.policy.evaluate(observation, take(rollout.token))
+        apart = float((logprob - take(rollout.logprob)).abs()[take(rollout.valid)].mean())
+        if apart > PARITY_LIMIT:
+            raise RuntimeError(
+                f"before the first update, log-probabilities of the actor and of the rollout workers are {apart:.3g} "
+                f"apart on average (rounding explains {PARITY_LIMIT} at most): they do not have the same policy"
+            )
 
     def _set_learning_rate(self, iteration: int) -> None:
         algorithm = self.config.algorithm
@@ -317,7 +341,7 @@ class ActorWorker(Worker):
         return 1.0 - spread[0] / spread[1] if spread[1] > 0 else float("nan")
 
     def _reduce_and_clip_gradients(self) -> Tensor:
-        parameters = list(self.policy.parameters())
+        parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         if self.world_size > 1:
             for parameter in parameters:  # a rank whose share was empty takes part with zeros
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -334,7 +358,7 @@ class ActorWorker(Worker):
         if self.rank > 0:
             return None
         parts = {
-            "policy": self.policy.state_dict(),
+            "policy": self.policy.learned_state(),
             "optimizer": self.optimizer.state_dict(),
             "generators": generators,
             "envs": envs,
@@ -342,28 +366,37 @@ class ActorWorker(Worker):
         config = self.config.model_dump(mode="json")
         return save_checkpoint(run_dir, step, parts, state, config, self.config.train.keep_checkpoints)
 
+    def export(self, directory: Path) -> None:
+        """Write the policy in the published format, adapters merged (rank 0 does); replaces what is there."""
+        if self.rank == 0:
+            temporary = directory.with_name(f".{directory.name}.tmp")
+            shutil.rmtree(temporary, ignore_errors=True)
+            self.policy.save_pretrained(temporary)  # type: ignore[operator]
+            shutil.rmtree(directory, ignore_errors=True)
+            temporary.rename(directory)
+
     def state(self) -> dict[str, Any]:
         return {
             "spec": self.spec,
-            "policy": self.policy.state_dict(),
+            "policy": self.policy.learned_state(),
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
         }
 
     def restore(self, states: list[Any]) -> None:
         self.build(states[0]["spec"])
-        self.policy.load_state_dict(states[0]["policy"])
+        self.policy.load_learned_state(states[0]["policy"])
         self.optimizer.load_state_dict(states[0]["optimizer"])
         self.generator.set_state(states[self.rank % len(states)]["generator"])
 
     def load_policy(self, checkpoint: Path) -> None:
         """Take the parameters of a checkpoint and nothing else."""
-        self.policy.load_state_dict(load_checkpoint(checkpoint).parts["policy"])
+        self.policy.load_learned_state(load_checkpoint(checkpoint).parts["policy"])
 
     def load(self, checkpoint: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Go on from a checkpoint; returns the driver's and the env workers' state stored in it."""
         saved = load_checkpoint(checkpoint)
-        self.policy.load_state_dict(saved.parts["policy"])
+        self.policy.load_learned_state(saved.parts["policy"])
         self.optimizer.load_state_dict(saved.parts["optimizer"])
         self.generator.set_state(saved.parts["generators"][self.rank])
         return saved.state, saved.parts["envs"]

@@ -37,11 +37,11 @@ class RolloutWorker(Worker):
 
     def load_checkpoint(self, checkpoint: Path) -> None:
         """Take the parameters of a checkpoint."""
-        self.policy.load_state_dict(load_checkpoint(checkpoint).parts["policy"])
+        self.policy.load_learned_state(load_checkpoint(checkpoint).parts["policy"])
 
     def load_weights(self, weights: list[dict[str, Tensor]]) -> None:
         """Take the newest parameters from the actor."""
-        self.policy.load_state_dict(weights[-1])
+        self.policy.load_learned_state(weights[-1])
 
     def offload(self) -> None:
         self.policy.to("cpu")
@@ -52,11 +52,11 @@ class RolloutWorker(Worker):
         self.policy.to(self.device)
 
     def state(self) -> dict[str, Any]:
-        return {"spec": self.spec, "policy": self.policy.state_dict()}
+        return {"spec": self.spec, "policy": self.policy.learned_state()}
 
     def restore(self, states: list[Any]) -> None:
         self.build(states[0]["spec"])
-        self.policy.load_state_dict(states[0]["policy"])
+        self.policy.load_learned_state(states[0]["policy"])
 
     def generate(self, link: Link) -> int:
         """Serve this rank's streams through one rollout and pass their trajectories on.
@@ -69,7 +69,7 @@ class RolloutWorker(Worker):
             stream, message = link.next()
             recorder = open_streams.setdefault(stream, _Recorder(message, steps))
             with link.call(len(message.slots)):
-                observation = self._to_device(message.observation)
+                observation = self._prepare(message.observation)
                 if message.step == steps:
                     recorder.outcome(
                         steps - 1,
@@ -102,7 +102,7 @@ class RolloutWorker(Worker):
                 running -= 1
                 continue
             with link.call(len(message.slots)):
-                output = self._act(self._to_device(message.observation), message, deterministic)
+                output = self._act(self._prepare(message.observation), message, deterministic)
                 link.reply(stream, output.action.cpu().numpy())
 
     # ------------------------------------------------------------------------------------------ inference
@@ -118,7 +118,7 @@ class RolloutWorker(Worker):
 
     @torch.no_grad()
     def _value(self, observation: dict[str, Any]) -> Tensor:
-        count = len(observation["instruction"])
+        count = len(next(iter(observation.values())))
         return torch.cat([self.policy.value(_rows(observation, rows)) for rows in self._blocks(count)])
 
     def _final_values(self, outcome: ChunkResult | None) -> Tensor:
@@ -127,7 +127,7 @@ class RolloutWorker(Worker):
         values = torch.zeros(len(outcome.ended), device=self.device)
         ended = np.flatnonzero(outcome.ended)
         if len(ended):
-            final = self._to_device(outcome.final_observation)
+            final = self._prepare(outcome.final_observation)
             if self.config.deterministic:  # whole blocks, so that a value does not depend on who else ended
                 values = torch.where(torch.from_numpy(outcome.ended).to(self.device), self._value(final), values)
             else:
@@ -138,11 +138,13 @@ class RolloutWorker(Worker):
         size = self.config.inference_block if self.config.deterministic else count
         return [slice(first, first + size) for first in range(0, count, size)]
 
-    def _to_device(self, observation: Observation) -> dict[str, Any]:
-        return {
+    def _prepare(self, observation: Observation) -> dict[str, Any]:
+        """What the policy needs of an observation, on its device; what is recorded for learning too."""
+        tensors = {
             key: torch.as_tensor(value).to(self.device) if isinstance(value, np.ndarray) else value
             for key, value in observation.items()
         }
+        return self.policy.prepare(tensors)
 
 
 def _rows(observation: dict[str, Any], rows: slice | np.ndarray) -> dict[str, Any]:

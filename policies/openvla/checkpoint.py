@@ -24,7 +24,19 @@ class CheckpointError(ValueError):
 
 
 def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
-    """Give a model that was built on the meta device the weights of a checkpoint.
+    """Give a model that was built on the meta device the weights of a checkpoint. Raises as `check_weights`."""
+    for file in check_weights(model, directory):
+        with safe_open(file, "pt") as tensors:
+            # Copies: kernels round differently on memory-mapped tensors, which may be unaligned.
+            state = {
+                key: tensors.get_tensor(key).to(dtype, copy=True)
+                for key in tensors.keys()  # noqa: SIM118
+            }
+        model.load_state_dict(state, strict=False, assign=True)
+
+
+def check_weights(model: nn.Module, directory: Path) -> list[Path]:
+    """The files with the weights of a model, of which only names and shapes are read.
 
     Raises:
         FileNotFoundError: no weights, or a shard that the index names is not there.
@@ -38,14 +50,7 @@ def load_weights(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
     faults = state_faults(shapes(model.state_dict()), given)
     if faults:
         raise CheckpointError(f"the weights in {directory} do not fit its config.json:\n{faults}")
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            # Copies: kernels round differently on memory-mapped tensors, which may be unaligned.
-            state = {
-                key: tensors.get_tensor(key).to(dtype, copy=True)
-                for key in tensors.keys()  # noqa: SIM118
-            }
-        model.load_state_dict(state, strict=False, assign=True)
+    return files
 
 
 def save_checkpoint(

@@ -7,13 +7,21 @@ learning uses, on the same cached prompt, so that the ratio of the policies is e
 from __future__ import annotations
 
 import functools
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from policies.action_tokens import ActionStatistics, ActionTokens, action_statistics, gripper_command
+from policies.action_tokens import (
+    ActionStatistics,
+    ActionTokens,
+    action_statistics,
+    gripper_as_trained,
+    gripper_command,
+)
 from policies.base import Observation, Policy, PolicyOutput, PolicySettings
 from policies.lora import add_lora, load_adapter
 from policies.noise import SlotNoise
@@ -66,17 +74,13 @@ def build(settings: PolicySettings) -> OpenVLAPolicy:
     """The policy for an env; options are `checkpoint` and the fields of `OpenVLASettings`.
 
     Raises:
-        ValueError: the env's actions are not those of the checkpoint's statistics, or come in chunks. And as `load`.
+        ValueError: the env's actions are discrete, or come in chunks. And as `load`.
     """
     options = dict(settings.options)
     if settings.num_choices is not None or settings.chunk != 1:
         raise ValueError("OpenVLA decides on one continuous action at a time: chunk must be 1")
-    wanted = len(settings.action_low)
-    policy = OpenVLAPolicy(options.pop("checkpoint"), OpenVLASettings.from_options(options), action_size=wanted)
-    given = len(policy.statistics.low)
-    if given != wanted:
-        raise ValueError(f"the checkpoint's actions have {given} dimensions, those of the env {wanted}")
-    return policy
+    checkpoint = options.pop("checkpoint")
+    return OpenVLAPolicy(checkpoint, OpenVLASettings.from_options(options), action_size=len(settings.action_low))
 
 
 class OpenVLAPolicy(Policy):
@@ -143,11 +147,32 @@ class OpenVLAPolicy(Policy):
         logprob, entropy, value = self._score(self._read(observation), token[:, 0])
         return logprob[:, None], entropy[:, None], value
 
+    def tokenise(self, action: Tensor) -> Tensor:
+        """The tokens of demonstrated actions, float32 [N, 1, A] as `act` gives them: ids int64 of the same shape."""
+        return self.tokens.encode(self.statistics.normalise(gripper_as_trained(action, self.settings.gripper)))
+
     def value(self, observation: Observation) -> Tensor:
         context = self._read(observation)
         if self.critic.position == "first":
             return self.critic(context.hidden[:, -1:])
         return self.critic(self._states(context, self.generate(context, deterministic=True, generator=None)[0]))
+
+    # ------------------------------------------------------------------------------------------ statistics
+
+    def adopt_statistics(self, norm_stats: dict[str, Any], key: str | None) -> None:
+        """Take other action statistics, from a data set or a checkpoint, in place of one's own; see `statistics`."""
+        self.config = replace(self.config, norm_stats=norm_stats)
+        self.settings = replace(self.settings, unnorm_key=key)
+        self.__dict__.pop("statistics", None)
+
+    def get_extra_state(self) -> Tensor:
+        """The statistics as JSON, uint8: they belong to the parameters, so they are stored and sent with them."""
+        content = {"norm_stats": self.config.norm_stats, "unnorm_key": self.settings.unnorm_key}
+        return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        content = json.loads(bytes(state.tolist()))
+        self.adopt_statistics(content["norm_stats"], content["unnorm_key"])
 
     # ------------------------------------------------------------------------------------------ pieces
 

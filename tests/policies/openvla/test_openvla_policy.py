@@ -303,13 +303,6 @@ def test_an_env_that_does_not_fit_is_refused(wrong: PolicySettings, message: str
         policies.make(wrong, seed=0)
 
 
-def test_other_action_dimensions_than_the_envs_are_refused() -> None:
-    options = {"checkpoint": str(TINY), "unnorm_key": "bridge_golden"}
-    with pytest.raises(ValueError, match="the checkpoint's actions have 7 dimensions, those of the env 4"):
-        policies.make(settings(action_size=4, **options), seed=0)
-    assert policies.make(settings(action_size=7, **options), seed=0) is not None
-
-
 def test_statistics_must_be_named_where_there_are_several() -> None:
     with pytest.raises(KeyError, match="name the data set.*bridge_golden, libero_golden_no_noops"):
         golden_policy(unnorm_key=None).act(observation(1), True, None)
