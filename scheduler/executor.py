@@ -25,8 +25,6 @@ from scheduler.profile import Sample
 from scheduler.stage import Edge, LoopCall, Message, StageCall, StageReport
 from scheduler.worker import Handle, WorkerGroup, wait_all
 
-AHEAD = 2  # chunks that wait between two stages that run at once
-
 
 @dataclass
 class Iteration:
@@ -152,15 +150,12 @@ class Executor:
                 )
 
     def _edge(self, producer: Node, consumer: Node) -> Edge:
-        """Between stages with devices of their own an edge holds a few chunks, else whatever comes."""
+        """Holds all items of an iteration, as a gathering stage must: a full edge could stop whoever has the lease."""
         consumers = self._group(consumer.calls[0])
         makers = self._group(producer.calls[-1]) if producer.calls else None
-        alone = makers is not None and not self._shares(producer) and not self._shares(consumer)
-        streams = alone and not consumer.gather and len(consumer.inputs) == 1  # else a full edge could stop a turn
-        capacity = AHEAD * self.granularity.get(consumer.name, 1) if streams else self.items + len(consumers) + AHEAD
         name = f"{self.flow.name}: {producer.name} -> {consumer.name}"
+        channel = self.cluster.channel(name, self.items + len(consumers), makers, consumers)
         by_index = consumer.gather or len(consumer.inputs) > 1
-        channel = self.cluster.channel(name, capacity, makers, consumers)
         most = -(-self.granularity.get(consumer.name, 1) // len(consumers))
         return Edge(channel, len(consumers), by_index, most, consumer.broadcast)
 
