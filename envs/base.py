@@ -42,8 +42,19 @@ class ActionSpec:
 
 
 @dataclass(frozen=True)
+class Task:
+    """What an episode may be about."""
+
+    name: str
+    instruction: str
+
+
+@dataclass(frozen=True)
 class EnvSpec:
-    """What an env offers, known once one has been made. `image_shape` is (V, H, W, 3)."""
+    """What an env offers, known once one has been made. `image_shape` is (V, H, W, 3).
+
+    `tasks`: of an env with several, among which each episode has one; `instruction` is then the first one's.
+    """
 
     action: ActionSpec
     state_size: int | None
@@ -51,6 +62,12 @@ class EnvSpec:
     horizon: int
     instruction: str
     has_success: bool
+    tasks: tuple[Task, ...] = ()
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        """The instruction of each task, by its number."""
+        return tuple(task.instruction for task in self.tasks) or (self.instruction,)
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,7 @@ class EnvSettings:
     """How to make one env. `simulator` holds what only that kind understands.
 
     Attributes:
-        kind: "maniskill", "gymnasium", or "module:Class" for a class of your own.
+        kind: "maniskill", "libero", "gymnasium", or "module:Class" for a class of your own.
         horizon: env steps until an episode is truncated; None: the env's own limit.
         observation: which of "state" and "image" to produce.
         success_bonus: added to the reward of a step that ends in success, before `reward_scale`.
@@ -89,12 +106,17 @@ class Step:
 
 
 class Env(ABC):
-    """One simulated env, as a simulator module provides it. Episodes, chunks and seeds are handled above it."""
+    """One simulated env, as a simulator module provides it. Episodes, chunks and seeds are handled above it.
+
+    An env with several tasks names them in `tasks`, and in `task` the number of the current episode's.
+    """
 
     action: ActionSpec
     has_success: bool
     horizon: int
     instruction: str
+    tasks: tuple[Task, ...] = ()
+    task: int = 0
 
     @abstractmethod
     def reset(self, seed: int, init_state_id: int | None) -> None:
@@ -214,7 +236,11 @@ class VectorEnv(ABC):
         """End the envs."""
 
 
-KINDS = {"maniskill": "envs.maniskill:ManiSkillEnv", "gymnasium": "envs.gymnasium:GymnasiumEnv"}
+KINDS = {
+    "maniskill": "envs.maniskill:ManiSkillEnv",
+    "libero": "envs.libero:LiberoEnv",
+    "gymnasium": "envs.gymnasium:GymnasiumEnv",
+}
 
 
 def make(settings: EnvSettings) -> Env:

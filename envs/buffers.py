@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from envs.base import ChunkResult, EnvSpec, Episode, Observation
@@ -19,6 +21,8 @@ class ChunkBuffers:
     final_state: np.ndarray  # float32 [N, S]
     image: np.ndarray  # uint8 [N, V, H, W, 3]
     final_image: np.ndarray  # uint8 [N, V, H, W, 3]
+    task: np.ndarray  # int64 [N]; number of the current episode's task
+    final_task: np.ndarray  # int64 [N]
     episode_number: np.ndarray  # int64 [N]; episodes begun
     episode_seed: np.ndarray  # int64 [N]
     episode_step: np.ndarray  # int64 [N]; steps done in the current episode
@@ -59,31 +63,33 @@ class ChunkBuffers:
         for array in (self.reward, self.terminated, self.truncated, self.valid):
             array[:] = 0
 
-    def observation(self, instruction: str) -> Observation:
-        """A copy of the current observation."""
-        return self._observation("state", "image", instruction)
+    def observation(self, instructions: Sequence[str]) -> Observation:
+        """A copy of the current observation. `instructions`: of each task, by its number."""
+        return self._observation("", instructions)
 
-    def result(self, instruction: str, episodes: list[Episode], lost: np.ndarray | None = None) -> ChunkResult:
+    def result(
+        self, instructions: Sequence[str], episodes: list[Episode], lost: np.ndarray | None = None
+    ) -> ChunkResult:
         """A copy of the last chunk's outcome."""
         ended = (self.terminated | self.truncated).any(axis=1)
         return ChunkResult(
-            observation=self.observation(instruction),
+            observation=self.observation(instructions),
             reward=self.reward.copy(),
             terminated=self.terminated.copy(),
             truncated=self.truncated.copy(),
             valid=self.valid.copy(),
-            final_observation=self._observation("final_state", "final_image", instruction) if ended.any() else {},
+            final_observation=self._observation("final_", instructions) if ended.any() else {},
             ended=ended,
             lost=np.zeros(len(self.reward), bool) if lost is None else lost,
             episodes=episodes,
         )
 
-    def _observation(self, state: str, image: str, instruction: str) -> Observation:
-        observation: Observation = {"instruction": [instruction] * len(self.reward)}
+    def _observation(self, prefix: str, instructions: Sequence[str]) -> Observation:
+        observation: Observation = {"instruction": [instructions[task] for task in self.arrays[f"{prefix}task"]]}
         if self.arrays["state"].size:
-            observation["state"] = self.arrays[state].copy()
+            observation["state"] = self.arrays[f"{prefix}state"].copy()
         if self.arrays["image"].size:
-            observation["image"] = self.arrays[image].copy()
+            observation["image"] = self.arrays[f"{prefix}image"].copy()
         return observation
 
 
@@ -99,6 +105,8 @@ def _fields(spec: EnvSpec, n: int, c: int) -> list[tuple[str, tuple[int, ...], t
         ("final_state", state, np.float32),
         ("image", image, np.uint8),
         ("final_image", image, np.uint8),
+        ("task", (n,), np.int64),
+        ("final_task", (n,), np.int64),
         ("episode_number", (n,), np.int64),
         ("episode_seed", (n,), np.int64),
         ("episode_step", (n,), np.int64),

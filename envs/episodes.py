@@ -96,6 +96,7 @@ class EpisodicVectorEnv(SlotVectorEnv):
         out = self.buffers
         for row in rows:
             observation = self.envs[row].observe()
+            (out.final_task if final else out.task)[row] = self.envs[row].task
             if "state" in observation:
                 (out.final_state if final else out.state)[row] = observation["state"]
             if "image" in observation:
@@ -114,4 +115,5 @@ def describe(env: base.Env) -> EnvSpec:
         horizon=env.horizon,
         instruction=env.instruction,
         has_success=env.has_success,
+        tasks=env.tasks,
     )

@@ -153,7 +153,7 @@ class PooledVectorEnv(VectorEnv):
         return self.observation()
 
     def observation(self) -> Observation:
-        return self.buffers.observation(self.spec.instruction)
+        return self.buffers.observation(self.spec.instructions)
 
     def chunk_step_async(self, actions: np.ndarray) -> None:
         self._refuse_in_flight("chunk_step_async")
@@ -170,7 +170,7 @@ class PooledVectorEnv(VectorEnv):
         answers = self._collect()
         self._stepping = False
         episodes = [episode for _, (found, *_) in sorted(answers.items()) for episode in found]
-        result = self.buffers.result(self.spec.instruction, episodes, self._lost.copy())
+        result = self.buffers.result(self.spec.instructions, episodes, self._lost.copy())
         result.spans = [(number, *times) for number, (_, *times) in answers.items()]
         self._lost[:] = False
         for number in answers:

@@ -16,7 +16,18 @@ from typing import Any
 import numpy as np
 
 from envs import base
-from envs.base import ActionSpec, ChunkResult, EnvError, EnvSettings, EnvSpec, Episode, Integers, Observation, Step
+from envs.base import (
+    ActionSpec,
+    ChunkResult,
+    EnvError,
+    EnvSettings,
+    EnvSpec,
+    Episode,
+    Integers,
+    Observation,
+    Step,
+    Task,
+)
 from envs.buffers import ChunkBuffers
 
 
@@ -138,7 +149,7 @@ class SlotVectorEnv(base.VectorEnv):
         return self.observation()
 
     def observation(self) -> Observation:
-        return self.buffers.observation(self.spec.instruction)
+        return self.buffers.observation(self.spec.instructions)
 
     def chunk_step_async(self, actions: np.ndarray) -> None:
         self._refuse_in_flight("chunk_step_async")
@@ -151,7 +162,7 @@ class SlotVectorEnv(base.VectorEnv):
         finish, self._pending = self._pending, None
         start, cpu = time.monotonic(), time.process_time()
         episodes = finish()
-        result = self.buffers.result(self.spec.instruction, episodes)
+        result = self.buffers.result(self.spec.instructions, episodes)
         result.spans = [(0, start, time.monotonic(), time.process_time() - cpu)]
         return result
 
@@ -210,7 +221,9 @@ class SlotVectorEnv(base.VectorEnv):
         out.terminated[row, column], out.truncated[row, column] = step.terminated, step.truncated
 
     def _record(self, row: int) -> Episode:
-        return self.slots[row].record(self.settings.id, self.args.record_actions)
+        tasks = self.spec.tasks
+        name = tasks[self.buffers.task[row]].name if tasks else self.settings.id
+        return self.slots[row].record(name, self.args.record_actions)
 
     def _full_action(self, action: np.ndarray) -> np.ndarray:
         """The policy's action(s) [..., A] with the fixed dimensions put in."""
@@ -223,6 +236,7 @@ class SlotVectorEnv(base.VectorEnv):
         """Envs that stay frozen go on showing the last observation of their episode."""
         out = self.buffers
         out.state[rows], out.image[rows] = out.final_state[rows], out.final_image[rows]
+        out.task[rows] = out.final_task[rows]
 
     def _refuse_in_flight(self, call: str) -> None:
         if self._pending is not None:
@@ -240,6 +254,7 @@ def restrict(spec: EnvSpec, settings: EnvSettings) -> EnvSpec:
         horizon=settings.horizon or spec.horizon,
         instruction=settings.instruction or spec.instruction,
         has_success=spec.has_success,
+        tasks=tuple(Task(task.name, settings.instruction or task.instruction) for task in spec.tasks),
     )
 
 

