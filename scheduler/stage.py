@@ -23,7 +23,6 @@ from functools import lru_cache
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import psutil
 
 from scheduler.channel import Channel
@@ -175,7 +174,7 @@ Packets = Iterator[list[Message]]
 
 
 def _gathered(worker: Worker, call: StageCall, method: Any, meter: Meter, found: StageReport) -> Packets:
-    messages = sorted(_matched(worker, call), key=lambda columns: columns[0].number)
+    messages = sorted(_matched(worker, call, meter), key=lambda columns: columns[0].number)
     size = sum(columns[0].size for columns in messages)
     if not messages:
         return
@@ -189,7 +188,7 @@ def _gathered(worker: Worker, call: StageCall, method: Any, meter: Meter, found:
 
 
 def _streamed(worker: Worker, call: StageCall, method: Any, meter: Meter, found: StageReport) -> Packets:
-    for chunk in _chunks(_matched(worker, call), -(-call.granularity // worker.world_size)):
+    for chunk in _chunks(_matched(worker, call, meter), -(-call.granularity // worker.world_size)):
         messages = [columns[0] for columns in chunk]
         with _turn(worker, call), meter.call(sum(message.size for message in messages)) as clock:
             results = method(*([column.item for column in columns] for columns in zip(*chunk, strict=True)))
@@ -211,13 +210,15 @@ def _turn(worker: Worker, call: StageCall) -> AbstractContextManager[None]:
     return worker.lease(keep=call.keeps) if call.shares else nullcontext()
 
 
-def _matched(worker: Worker, call: StageCall) -> Iterator[tuple[Message, ...]]:
+def _matched(worker: Worker, call: StageCall, meter: Meter) -> Iterator[tuple[Message, ...]]:
     """The messages of all inputs with the same index, as soon as the last of them is there."""
     waiting: dict[int, dict[int, Message]] = defaultdict(dict)
     open_inputs = dict(enumerate(call.inputs))
     while open_inputs:
         for place, edge in list(open_inputs.items()):
+            start = time.monotonic()
             packet = edge.get(worker.rank)
+            meter.receipts.append(time.monotonic() - start)
             if not packet:
                 del open_inputs[place]
             for message in packet:
@@ -322,15 +323,16 @@ class Meter:
 
     A call's seconds are those that it would have taken alone: without the time in which its thread stood in line
     because other processes had the cores. On a CPU what the process does for its messages between two calls belongs to
-    the second. To pass a result on takes as long as it does where the receiver has room for it: a quarter of the
-    `sends` of an iteration take less.
+    the second; and the quickest receipt and the quickest sending of an iteration, which did not wait for anybody, are
+    what each costs.
     """
 
     def __init__(self, worker: Worker, name: str) -> None:
         self._worker, self._name = worker, name
         self._calls: dict[int, list[tuple[float, float, list[float]]]] = defaultdict(list)  # seconds, cpu, laps
         self._cpu_s = time.process_time()
-        self.sends: list[float] = []
+        self.sends: list[float] = []  # seconds of each
+        self.receipts: list[float] = []
 
     @contextmanager
     def call(self, items: int) -> Iterator[Clock]:
@@ -353,9 +355,9 @@ class Meter:
         worker, found = self._worker, []
         devices = len(worker.devices) * worker.world_size
         count = sum(map(len, self._calls.values()))
-        sending = float(np.quantile(self.sends, 0.25)) * len(self.sends) / count if self.sends and count else 0.0
+        passing = sum(min(one) * len(one) for one in (self.sends, self.receipts) if one) / max(count, 1)
         for items, calls in self._calls.items():
-            seconds = statistics.fmean(call[0] for call in calls) + sending
+            seconds = statistics.fmean(call[0] for call in calls) + passing
             cpu = statistics.fmean(call[1] for call in calls)
             laps = tuple(lap for call in calls for lap in call[2])
             if not laps and items == 1:
