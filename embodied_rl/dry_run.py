@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from embodied_rl.build import policy_options
 from embodied_rl.config import Config
 from embodied_rl.consistency import GROUPS, visible_devices
 from embodied_rl.preflight import unchecked
@@ -26,6 +27,8 @@ ENV_PROCESS_GB = {"maniskill": 0.8, "gymnasium": 0.1}
 WORKER_GB = 0.45
 # Assumed where only a running env knows: numbers in an observation, action dimensions, cameras.
 STATE_SIZE, ACTION_SIZE, CAMERAS = 64, 8, 1
+ACTION_TOKENS = 7
+ASSUMED_DEVICE = {"gpu": (400e12, 3e12), "cpu": (50e9, 10e9)}  # operations and bytes in a second: an H100, a core
 
 
 @dataclass(frozen=True)
@@ -69,20 +72,55 @@ def memory_estimate(config: Config, plan: Plan) -> dict[str, tuple[float, str]]:
     chunk = config.policy.chunk
     # Action, sample and log-prob of each dimension; reward and 3 flags of each sub-step; value, advantage.
     step_bytes = state + image + chunk * (3 * 4 * ACTION_SIZE + 7) + 8
-    widths = (STATE_SIZE, *config.policy.hidden)
-    body = sum(fan_in * fan_out + fan_out for fan_in, fan_out in zip(widths, widths[1:], strict=False))
-    heads = (widths[-1] + 1) * ACTION_SIZE * chunk + widths[-1] + 1
-    parameters = 2 * body + heads
-    copies = len(plan.placed["actor"].ranks) * 16 + len(plan.placed["rollout"].ranks) * 4
-    return {
+    estimate = {
         "env processes": (env_processes * each, f"{env_processes} x {each:g} GB ({config.env.kind})"),
         "workers": (workers * WORKER_GB, f"{workers} x {WORKER_GB:g} GB"),
         "rollout buffer": (plan.batch * step_bytes / GB, f"{plan.batch} chunk steps x {step_bytes} bytes"),
-        "network": (
-            parameters * copies / GB,
-            f"{parameters} parameters x (4 weights + 8 Adam + 4 gradients bytes in an actor, 4 in a rollout)",
-        ),
     }
+    if config.policy.kind != "openvla":
+        estimate["network"] = _network(config, plan)
+    return estimate
+
+
+def _network(config: Config, plan: Plan) -> tuple[float, str]:
+    """GB of all copies of an MLP policy."""
+    widths = (STATE_SIZE, *config.policy.hidden)
+    body = sum(fan_in * fan_out + fan_out for fan_in, fan_out in zip(widths, widths[1:], strict=False))
+    heads = (widths[-1] + 1) * ACTION_SIZE * config.policy.chunk + widths[-1] + 1
+    parameters = 2 * body + heads
+    copies = len(plan.placed["actor"].ranks) * 16 + len(plan.placed["rollout"].ranks) * 4
+    formula = f"{parameters} parameters x (4 weights + 8 Adam + 4 gradients bytes in an actor, 4 in a rollout)"
+    return parameters * copies / GB, formula
+
+
+def openvla_estimate(config: Config, plan: Plan) -> list[tuple[str, float, str]]:
+    """Of an OpenVLA policy: name, number and unit with what it comes from; on one device of a worker group."""
+    from policies import openvla
+    from policies.openvla.memory import estimate_memory
+
+    options = policy_options(config.policy)
+    model = openvla.read_config(options.pop("checkpoint"))
+    settings = openvla.OpenVLASettings.from_options(options)
+    actors, rollouts = (len(plan.placed[group].ranks) for group in ("actor", "rollout"))
+    streams = len(plan.placed["env"].ranks) * max(config.pipeline_choices)
+    envs, share = math.ceil(config.env.num_envs / streams), math.ceil(plan.batch / actors)
+    micro_batch = config.algorithm.micro_batch or math.ceil(share / config.algorithm.minibatches)
+    found = estimate_memory(model, settings, envs, micro_batch, config.policy.openvla.prompt_length)
+    rate, bandwidth = ASSUMED_DEVICE[plan.device_kind]
+    backward = (1 if settings.lora or settings.adapter else 2) + settings.gradient_checkpointing
+    calls = plan.chunk_steps * streams / rollouts
+    rollout_s = calls * (envs * found.flops / rate + ACTION_TOKENS * found.parameters / bandwidth)
+    update_s = config.algorithm.epochs * share * (1 + backward) * found.flops / rate
+    parts = ("parameters", "gradients", "optimiser", "activations")
+    learning = " + ".join(f"{getattr(found, part) / GB:.3f} {part}" for part in parts)
+    inference = f"{found.parameters / GB:.3f} parameters + {found.keys_values / GB:.3f} keys and values of {envs} envs"
+    device = f"if a device does {rate / 1e12:g} TFLOP/s and reads {bandwidth / GB:g} GB/s"
+    return [
+        ("actor", found.learning / GB, f"GB = {learning} of {micro_batch} samples"),
+        ("rollout", found.inference / GB, f"GB = {inference}"),
+        ("acting", rollout_s, f"s an iteration, {calls:g} calls, {device}"),
+        ("learning", update_s, f"s an iteration, {config.algorithm.epochs} x {share} samples of a rank"),
+    ]
 
 
 def print_dry_run(config: Config, run_dir: Path, resume: bool) -> None:
@@ -114,6 +152,10 @@ def print_dry_run(config: Config, run_dir: Path, resume: bool) -> None:
     for name, (gigabytes, formula) in estimate.items():
         console.print(f"  {name:15} {gigabytes:8.3f} GB = {formula}")
     console.print(f"  {'in all':15} {sum(gigabytes for gigabytes, _ in estimate.values()):8.3f} GB")
+    if config.policy.kind == "openvla":
+        _heading(console, "OpenVLA, on each device", f"roughly; assumes {ACTION_TOKENS} action tokens")
+        for name, value, what in openvla_estimate(config, plan):
+            console.print(f"  {name:15} {value:8.3f} {what}")
     _heading(console, "Not checked", "nothing was started")
     for item in unchecked(config):
         console.print(f"  - {item}")

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from policies.openvla.config import OpenVLAConfig
 from policies.openvla.llama import Decoder
@@ -33,6 +34,7 @@ class MemoryEstimate:
         gradients, optimiser: of what is trained; Adam keeps two numbers for each.
         activations: what one backward pass needs.
         keys_values: of one batch of inference, at its end.
+        flops: not bytes, but floating point operations of one forward pass on one sample; attention left out.
     """
 
     parameters: int
@@ -40,6 +42,7 @@ class MemoryEstimate:
     optimiser: int
     activations: int
     keys_values: int
+    flops: int
 
     @property
     def learning(self) -> int:
@@ -102,6 +105,8 @@ def estimate_memory(
             activations += _kept_bytes(one_layer, [])
         with torch.no_grad(), _FusedAttention():
             keys_values = [x for pair in states(batch)[0].keys_values for x in pair]
+            with FlopCounterMode(display=False) as counter:
+                states(1)
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
     return MemoryEstimate(
         parameters=sum(p.nbytes for p in parameters),
@@ -109,6 +114,7 @@ def estimate_memory(
         optimiser=2 * trained,
         activations=activations,
         keys_values=sum(x.nbytes for x in keys_values),
+        flops=counter.get_total_flops(),
     )
 
 
