@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 LEAST_GAIN = 0.05  # of an iteration; less is within the spread of timings
 REMEMBERED = 5  # iterations by which a plan is judged
 
-Signature = tuple[str, tuple[tuple[str, int], ...]]
+Signature = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Schedule:
         if plan is not None and warm:
             predicted = expected_seconds(plan, self.profile)
             metrics |= {"schedule/predicted_s": predicted, "schedule/error": done.seconds / predicted - 1.0}
-            self._seconds[signature(plan)].append(done.seconds)
         if warm:
+            self._seconds[self._running()].append(done.seconds)
             self.profile.add(*done.samples)
             self.profile.hops |= done.hops
             self.profile.overhead_s = done.overhead_s
@@ -103,14 +103,18 @@ class Schedule:
         if self._warm and self._trials:
             self.executor.cut(*self._trials.pop(0))
             return
-        if not self._warm or not set(self.executor.flow.calls()) <= set(self.profile.samples):
+        if not self._warm:
+            return
+        if missing := set(self.executor.flow.calls()) - set(self.profile.samples):
+            if self.executor.number == 2:  # the iteration after the first that was measured
+                names = ", ".join(sorted(missing))
+                logger.warning("no plan can be made: nothing was measured of %s (see Link.call)", names)
             return
         if not self._switches_known:
             self._measure_switches()
         best = self._planned()
         if self.executor.plan is None:
-            here = best if self.fixed else self._planned(fixed=True)
-            self._change(here, "the first that could be planned from measurements")
+            self._change(self._first(best), "the first that could be planned from measurements")
         current = self._refresh(self.executor.plan)
         candidates = [
             current,
@@ -125,6 +129,22 @@ class Schedule:
             return
         price = f"; moving {', '.join(moves)} takes about {cost:.2g} s" if moves else ""
         self._change(chosen, f"{then:.3g} s an iteration instead of {now:.3g} s{price}")
+
+    def _first(self, best: Plan) -> Plan:
+        """The plan to begin with: where groups are, and of the loop cuts that were tried the one that was quickest."""
+        here = best if self.fixed else self._planned(fixed=True)
+        loops = [node for node in self.executor.flow.stages() if node.kind == "loop"]
+        cut = [here.with_groups(node.name, groups) for node in loops for groups in node.pipeline]
+        return min([here, *(plan.repriced(self.profile) for plan in cut)], key=lambda plan: self._score(plan, here))
+
+    def _running(self) -> Signature:
+        """Of what the executor runs now."""
+        executor, granularity = self.executor, dict[str, int]()
+        for node in executor.flow.stages():
+            whole = node.gather or node.kind == "loop"
+            names = [node.name] if node.kind == "stage" else [call.name for call in node.calls]
+            granularity |= dict.fromkeys(names, executor.items if whole else executor.granularity[node.name])
+        return _signature(executor.placement, executor.loop_groups, granularity)
 
     def _measure_switches(self) -> None:
         """What it costs to make room for others, and how much room that is, of the groups that can."""
@@ -188,8 +208,11 @@ class Schedule:
 
 def signature(plan: Plan) -> Signature:
     """What makes plans different when they run."""
-    cuts = (*plan.loop_groups.items(), *plan.granularity.items())
-    return plan.placement_text, tuple(sorted(cuts))
+    return _signature(plan.placement, plan.loop_groups, plan.granularity)
+
+
+def _signature(placement: Mapping[str, Any], groups: Mapping[str, int], granularity: Mapping[str, int]) -> Signature:
+    return tuple(sorted([*placement.items(), *groups.items(), *granularity.items()], key=str))
 
 
 def _spread(values: Sequence[int]) -> list[int]:

@@ -96,7 +96,9 @@ class Taker(Worker):
             for group, value in enumerate(values):
                 link.send(group, value)
             for group in range(link.groups):
-                values[group] = link.answer(group)
+                value = link.answer(group)
+                with link.call(1):
+                    values[group] = value
         link.finish()
         return sum(values)
 

@@ -140,3 +140,19 @@ def test_groups_that_do_not_fit_together_make_room_for_each_other(cluster: Clust
         ("maker[0]", "offload"), ("other[0]", "offload"), ("maker[0]", "onload"),
     ]  # fmt: skip
     cluster.end([maker, other])
+
+
+def test_cuts_of_a_loop_that_were_tried_are_judged_by_their_time(cluster: Cluster) -> None:
+    placed = parse_placement("env, policy: all", 2, ["env", "policy"])
+    env, policy = (cluster.start(name, Taker, placed[name]) for name in ("env", "policy"))
+    flow = Flow("cuts")
+    flow.loop(env.step, policy.act, steps=20, items=4, pipeline=(1, 2, 4))
+    schedule = Schedule(Executor(flow, items=4), Profile(), fixed=True)
+    for _ in range(4):  # one to warm up, one for each cut
+        schedule.iterate()
+    assert len(schedule._seconds) == 3
+    quickest = min(schedule._seconds, key=lambda key: schedule._seconds[key][0])
+    schedule.iterate()
+    assert schedule.executor.plan is not None
+    assert schedule._running() == quickest
+    cluster.end([env, policy])
