@@ -1,0 +1,44 @@
+"""`embodied-rl math eval`: a model's accuracy on a benchmark, and what it wrote on every problem."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from embodied_rl.console import reported
+from reasoning import evaluate
+from reasoning.config import MathConfig
+from reasoning.data import load, without_long
+from reasoning.models import encode, load_tokenizer
+from reasoning.team import MathTeam
+from scheduler.cluster import Cluster
+
+
+def run_benchmark(config: MathConfig, samples: int, temperature: float, out: Path) -> int:
+    """Sample, judge, print the estimates, and write `problems.jsonl` and `result.json` to `out`; the exit code.
+
+    Args:
+        samples: completions of each problem; a single one is taken at temperature 0.
+    """
+    tokenizer, longest = load_tokenizer(config.model.path), config.data.max_prompt_tokens
+    loaded = without_long(load(config.data, held_out=True), lambda p: len(encode(tokenizer, p)), longest)
+    temperature = temperature if samples > 1 else 0.0
+    with reported(None):
+        there = config.cluster
+        with Cluster(there.address, there.cpu_slots, there.timeout_s) as cluster:
+            team = MathTeam(config, cluster, ("sampler", "judge"))
+            judged = team.evaluate(loaded.problems, samples, temperature)
+            verdicts = team.verdicts()
+            team.close()
+        found = evaluate.accuracy(judged)
+        evaluate.write(judged, out / "problems.jsonl")
+        content = {name: vars(estimate) for name, estimate in found.items()}
+        about = {"model": config.model.path, "benchmark": config.data.test, "problems": len(judged)}
+        about |= {"samples": samples, "temperature": temperature, "too_long": loaded.long, "bad_lines": loaded.bad}
+        (out / "result.json").write_text(json.dumps({**about, "verdicts": verdicts, **content}, indent=1))
+        for name, estimate in found.items():
+            print(f"{name:10} {estimate}")
+        print(f"{len(judged)} problems, {', '.join(f'{count} {name}' for name, count in verdicts.items())}")
+        print(f"every problem: {out / 'problems.jsonl'}")
+        return 0
+    return 1

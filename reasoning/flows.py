@@ -1,0 +1,45 @@
+"""The macro flows of reasoning: who works on whose output. Where and when is planned; see `scheduler.plan`.
+
+training      sampler.generate -> judge.score -> (actor.refer) -> actor.update -> sampler.load_weights
+evaluation    sampler.generate -> judge.score
+weights       actor.weights -> sampler.load_weights, where there is no update before
+
+An item is a prompt, then the group of its completions. Groups are judged while others are still being sampled.
+Arguments `sampler`, `judge` and `actor` are worker groups, or `PlannedGroup`s to plan without workers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reasoning.config import MathConfig
+from scheduler.flow import Flow
+
+
+def training_flow(config: MathConfig, sampler: Any, judge: Any, actor: Any) -> Flow:
+    """One iteration; the sampler takes its prompts at once and fills its batch with them by itself."""
+    flow = Flow(config.algorithm.name)
+    prompts = flow.source("prompts")
+    samples = flow.stage(sampler.generate, prompts, granularity=config.sampling.prompts)
+    scored = flow.stage(judge.score, samples)
+    if config.algorithm.kl_coef:
+        scored = flow.stage(actor.refer, scored)
+    weights = flow.stage(actor.update, scored, gather=True)
+    flow.stage(sampler.load_weights, weights, gather=True, broadcast=True)
+    return flow
+
+
+def evaluation_flow(problems: int, sampler: Any, judge: Any) -> Flow:
+    """Completions of the present model, judged."""
+    flow = Flow("evaluation")
+    samples = flow.stage(sampler.generate, flow.source("prompts"), granularity=problems)
+    flow.stage(judge.score, samples)
+    return flow
+
+
+def weights_flow(sampler: Any, actor: Any) -> Flow:
+    """The actor's parameters to the samplers."""
+    flow = Flow("weights")
+    weights = flow.stage(actor.weights, flow.source("request"), gather=True)
+    flow.stage(sampler.load_weights, weights, gather=True, broadcast=True)
+    return flow

@@ -1,0 +1,129 @@
+"""Completions in rows for training: the prompt once, followed by several of its completions that do not see each other.
+
+    prompt | completion 1 | completion 2 | ...
+
+Each token attends to the prompt and to its own completion, at the positions that it would have alone. So a group costs
+its prompt once, and log-probs and gradients are those of separate sequences. The head of the network, which is large,
+only sees the positions that predict a completion's token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reasoning.models import LanguageModel
+
+SHARED = 3  # completions share a row until they are together so many times as long as their prompt
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and one completion; equal `group`: equal prompts."""
+
+    group: int
+    prompt: list[int]
+    completion: list[int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The sequences (by number) that share a row, and its length in tokens."""
+
+    numbers: list[int]
+    length: int
+
+
+def cut(sequences: Sequence[Sample], budget: int) -> list[list[Row]]:
+    """Micro-batches of rows of like length, each of at most `budget` padded tokens (or of one row)."""
+    batches: list[list[Row]] = []
+    for row in sorted(_rows(sequences), key=lambda row: row.length):
+        if not batches or row.length * (len(batches[-1]) + 1) > budget:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def _rows(sequences: Sequence[Sample]) -> Iterator[Row]:
+    by_group: dict[int, list[int]] = {}
+    for number, sequence in enumerate(sequences):
+        by_group.setdefault(sequence.group, []).append(number)
+    for numbers in by_group.values():
+        prompt = len(sequences[numbers[0]].prompt)
+        row, length = list[int](), 0
+        for number in numbers:
+            row.append(number)
+            length += len(sequences[number].completion)
+            if length >= SHARED * prompt:
+                yield Row(row, prompt + length)
+                row, length = [], 0
+        if row:
+            yield Row(row, prompt + length)
+
+
+def token_logprobs(
+    model: LanguageModel, sequences: Sequence[Sample], rows: Sequence[Row], temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs and entropies of the completions' tokens at a temperature, differentiable.
+
+    Returns:
+        `(logprob, entropy, mask)`, each `[S, L]`: S sequences in the order of the rows, L the longest completion;
+        the mask is bool; both others are float32, 0 where it is False.
+    """
+    network, device = model.network, next(model.parameters()).device
+    width = max(row.length for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    positions, segments = torch.zeros_like(ids), torch.full_like(ids, -1)
+    at: list[tuple[int, int, int, int, int]] = []  # sequence, token, row, the position that predicts it, id
+    count = 0
+    for place, row in enumerate(rows):
+        prompt = sequences[row.numbers[0]].prompt
+        end = len(prompt)
+        ids[place, :end], positions[place, :end], segments[place, :end] = torch.tensor(prompt), torch.arange(end), 0
+        for segment, number in enumerate(row.numbers, start=1):
+            completion = sequences[number].completion
+            span = slice(end, end + len(completion))
+            ids[place, span], segments[place, span] = torch.tensor(completion), segment
+            positions[place, span] = torch.arange(len(prompt), len(prompt) + len(completion))
+            predictors = [len(prompt) - 1, *range(end, end + len(completion) - 1)]
+            at += [(count, token, place, where, completion[token]) for token, where in enumerate(predictors)]
+            end += len(completion)
+            count += 1
+    table = torch.tensor(at, device=device)
+    seen = _visible(segments).to(device)
+    mixed = torch.autocast(device.type, model.autocast) if model.autocast else nullcontext()
+    with mixed:
+        hidden = _body(network)(
+            input_ids=ids.to(device), attention_mask=seen, position_ids=positions.to(device), use_cache=False
+        ).last_hidden_state
+        logits = network.get_output_embeddings()(hidden[table[:, 2], table[:, 3]])
+    distribution = torch.log_softmax(logits.float() / temperature, -1)
+    found = distribution.gather(1, table[:, 4:5])[:, 0]
+    spread = -(distribution.detach().exp() * distribution.detach()).sum(-1)
+    where, shape = (table[:, 0], table[:, 1]), (count, int(table[:, 1].max()) + 1)
+    logprob = torch.zeros(shape, device=device).index_put(where, found)
+    entropy = torch.zeros(shape, device=device).index_put(where, spread)
+    mask = torch.zeros(shape, dtype=torch.bool, device=device).index_put(
+        where, torch.ones_like(found, dtype=torch.bool)
+    )
+    return logprob, entropy, mask
+
+
+def _visible(segments: Tensor) -> Tensor:
+    """Which tokens a token attends to, bool [R, 1, T, T]: earlier ones of its prompt and of its own completion."""
+    query, key = segments[:, :, None], segments[:, None, :]
+    width = segments.shape[1]
+    earlier = torch.ones(width, width, dtype=torch.bool).tril()
+    itself = torch.eye(width, dtype=torch.bool)  # padding must attend to something
+    return ((((key == 0) | (key == query)) & (query >= 0) & earlier) | itself)[:, None]
+
+
+def _body(network: Any) -> Any:
+    """The network without its head."""
+    base = getattr(network, "get_base_model", lambda: network)()
+    return base.model

@@ -1,0 +1,95 @@
+"""Generated problems of graded difficulty, so that everything runs without a download.
+
+    arithmetic:1   a + b, up to 20          algebra:1   x + a = b
+    arithmetic:2   a + b, two digits        algebra:2   a x + b = c
+    arithmetic:3   a - b and a + b          algebra:3   the larger root of x^2 + b x + c = 0
+    arithmetic:4   a * b, up to 20
+    arithmetic:5   a * b + c
+    digits:1       12+34= for character models, two digits
+
+The training and the held-out part of a set share no problem.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+HELD_OUT = 5  # every fifth problem, by its hash, is held out
+
+
+def _addition(most: int) -> Callable[[random.Random], tuple[str, str]]:
+    def problem(draw: random.Random) -> tuple[str, str]:
+        a, b = draw.randint(0, most), draw.randint(0, most)
+        return f"What is {a} + {b}?", str(a + b)
+
+    return problem
+
+
+def _sum_or_difference(draw: random.Random) -> tuple[str, str]:
+    a, b, minus = draw.randint(0, 99), draw.randint(0, 99), draw.random() < 0.5
+    return f"What is {a} {'-' if minus else '+'} {b}?", str(a - b if minus else a + b)
+
+
+def _product(draw: random.Random) -> tuple[str, str]:
+    a, b = draw.randint(2, 20), draw.randint(2, 20)
+    return f"What is {a} * {b}?", str(a * b)
+
+
+def _product_and_sum(draw: random.Random) -> tuple[str, str]:
+    a, b, c = draw.randint(2, 20), draw.randint(2, 20), draw.randint(0, 99)
+    return f"What is {a} * {b} + {c}?", str(a * b + c)
+
+
+def _shifted(draw: random.Random) -> tuple[str, str]:
+    a, x = draw.randint(1, 50), draw.randint(-20, 50)
+    return f"Solve for x: x + {a} = {x + a}", str(x)
+
+
+def _linear(draw: random.Random) -> tuple[str, str]:
+    a, b, x = draw.randint(2, 9), draw.randint(0, 30), draw.randint(-9, 20)
+    return f"Solve for x: {a}x + {b} = {a * x + b}", str(x)
+
+
+def _quadratic(draw: random.Random) -> tuple[str, str]:
+    first, second = draw.randint(-9, 9), draw.randint(-9, 9)
+    middle, last = -(first + second), first * second
+    return f"What is the larger root of x^2 + ({middle})x + ({last}) = 0?", str(max(first, second))
+
+
+def _digits(draw: random.Random) -> tuple[str, str]:
+    a, b = draw.randint(0, 99), draw.randint(0, 99)
+    return f"{a:02}+{b:02}=", str(a + b)
+
+
+TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
+    "arithmetic:1": _addition(20),
+    "arithmetic:2": _addition(99),
+    "arithmetic:3": _sum_or_difference,
+    "arithmetic:4": _product,
+    "arithmetic:5": _product_and_sum,
+    "algebra:1": _shifted,
+    "algebra:2": _linear,
+    "algebra:3": _quadratic,
+    "digits:1": _digits,
+}
+
+
+def generated(name: str, size: int, held_out: bool, seed: int = 0) -> list[tuple[str, str]]:
+    """Up to `size` distinct (problem, answer) pairs, of the training or the held-out part.
+
+    Raises KeyError for an unknown name.
+    """
+    make, draw = TASKS[name], random.Random(f"{name} {held_out} {seed}")
+    found: dict[str, str] = {}
+    for _ in range(100 * size):
+        problem, answer = make(draw)
+        if _is_held_out(problem) == held_out:
+            found.setdefault(problem, answer)
+        if len(found) == size:
+            break
+    return list(found.items())
+
+
+def _is_held_out(problem: str) -> bool:
+    return random.Random(problem).randrange(HELD_OUT) == 0

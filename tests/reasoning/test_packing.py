@@ -1,0 +1,160 @@
+"""Rows that share a prompt give the log-probs, losses and gradients of separate sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from embodied_rl.sums import Sums
+from reasoning.actor import LanguageActor, _samples
+from reasoning.config import MathConfig, ModelConfig, with_preset
+from reasoning.data import Problem
+from reasoning.models import LanguageModel
+from reasoning.packing import Sample, cut, token_logprobs
+from reasoning.samples import Completion, Group, Prompt
+
+TOKENS = st.integers(3, 40)
+SAMPLES = st.lists(
+    st.tuples(
+        st.lists(TOKENS, min_size=1, max_size=6),
+        st.lists(st.lists(TOKENS, min_size=1, max_size=9), min_size=1, max_size=4),
+    ),
+    min_size=1,
+    max_size=4,
+)
+ALGORITHMS = ["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "gspo", "cispo"]
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    return LanguageModel(ModelConfig(path="tiny"), trains=True, seed=0)
+
+
+def flat(groups: list[tuple[list[int], list[list[int]]]]) -> list[Sample]:
+    return [Sample(n, prompt, c) for n, (prompt, completions) in enumerate(groups) for c in completions]
+
+
+@given(SAMPLES, st.integers(1, 60))
+@settings(max_examples=25, deadline=None)
+def test_cutting_loses_no_sample_and_keeps_to_the_budget(groups: list, budget: int) -> None:
+    samples = flat(groups)
+    batches = cut(samples, budget)
+    assert sorted(n for rows in batches for row in rows for n in row.numbers) == list(range(len(samples)))
+    for rows in batches:
+        assert len(rows) == 1 or max(row.length for row in rows) * len(rows) <= budget
+
+
+@given(SAMPLES, st.integers(1, 60), st.sampled_from([1.0, 0.7]))
+@settings(max_examples=15, deadline=None)
+def test_log_probs_are_those_of_separate_sequences(groups: list, budget: int, temperature: float) -> None:
+    model, samples = LanguageModel(ModelConfig(path="tiny"), trains=True, seed=0), flat(groups)
+    for rows in cut(samples, budget):
+        logprob, entropy, mask = token_logprobs(model, samples, rows, temperature)
+        for place, number in enumerate(n for row in rows for n in row.numbers):
+            prompt, completion = samples[number].prompt, samples[number].completion
+            logits = model.network(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+            expected = torch.log_softmax(logits / temperature, -1)
+            chosen = expected.gather(1, torch.tensor(completion)[:, None])[:, 0]
+            assert torch.equal(mask[place], torch.arange(mask.shape[1]) < len(completion))
+            assert torch.allclose(logprob[place][mask[place]], chosen, atol=1e-4)
+            assert torch.allclose(entropy[place][mask[place]], -(expected.exp() * expected).sum(-1), atol=1e-4)
+            assert not logprob[place][~mask[place]].any()
+
+
+def learner(name: str, model: LanguageModel, **algorithm: object) -> LanguageActor:
+    """An actor without its process: rank 0 of 1."""
+    values = {"name": name, **algorithm}
+    config = with_preset(MathConfig.model_validate({"algorithm": values, "sampling": {"max_new_tokens": 9}}))
+    actor = LanguageActor.__new__(LanguageActor)
+    actor.config, actor.policy, actor.device, actor.reference = config, model, torch.device("cpu"), None
+    actor.context = type("Context", (), {"rank": 0, "world_size": 1})()  # type: ignore[assignment]
+    actor.generator = torch.Generator().manual_seed(0)
+    return actor
+
+
+def scored(groups: list[tuple[list[int], list[list[int]]]]) -> list[Group]:
+    """Groups with rewards and log-probs that differ from the model's."""
+    draw = torch.Generator().manual_seed(len(groups))
+    found = []
+    for number, (prompt, answers) in enumerate(groups):
+        completions = []
+        for ids in answers:
+            reward = float(torch.rand((), generator=draw))
+            noise = (-3.5 + 0.2 * torch.randn(len(ids), generator=draw)).tolist()
+            completions.append(Completion(ids, noise, True, "", {"accuracy": reward}, reward))
+        found.append(Group(Prompt(Problem(str(number), "", "1"), number), prompt, completions))
+    return found
+
+
+def gradients(actor: LanguageActor, shares: list[list[Group]]) -> tuple[float, list[Tensor]]:
+    """The loss and its gradients, the groups cut into shares as ranks would have them."""
+    model = actor.policy
+    model.zero_grad()
+    everything = actor._prepare([group for share in shares for group in share], Sums())
+    totals, loss = actor._normalisers(everything), 0.0
+    first = 0
+    for share in shares:
+        count = sum(1 for _ in _samples(share))
+        part = everything.rows(list(range(first, first + count)))
+        first += count
+        for rows in cut(part.samples, actor.config.algorithm.token_budget):
+            each = actor._loss(part, totals, Sums(), rows)
+            each.backward()
+            loss += float(each)
+    return loss, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(SAMPLES, st.integers(1, 60), st.integers(1, 3))
+@settings(max_examples=4, deadline=None)
+def test_micro_batches_and_ranks_change_neither_loss_nor_gradients(
+    name: str, groups: list, budget: int, ranks: int
+) -> None:
+    model = LanguageModel(ModelConfig(path="tiny"), trains=True, seed=0)
+    data = scored(groups)
+    options: dict = {"drop_flat_groups": False, "minibatches": 2}  # old log-probs are computed beforehand
+    whole, expected = gradients(learner(name, model, token_budget=10_000, **options), [data])
+    shares = [data[rank::ranks] for rank in range(ranks)]
+    data_by_rank = [share for share in shares if share]
+    cut_loss, found = gradients(learner(name, model, token_budget=budget, **options), data_by_rank)
+    assert cut_loss == pytest.approx(whole, abs=1e-5)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_group_sizes_may_differ_and_undecided_completions_take_no_part(model: LanguageModel) -> None:
+    groups = scored([([5, 6], [[7], [8, 9], [4]]), ([9], [[3, 3], [4]])])
+    groups[0].completions[2].reward = None
+    batch = learner("dr_grpo", model)._prepare(groups, Sums())
+    assert [sample.completion for sample in batch.samples] == [[7], [8, 9], [3, 3], [4]]
+    assert float(batch.advantage[:2].sum()) == pytest.approx(0.0, abs=1e-6)
+    assert float(batch.advantage[2:].sum()) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_dynamic_sampling_leaves_flat_groups_out_of_the_forward_pass(model: LanguageModel) -> None:
+    groups = scored([([5, 6], [[7], [8, 9]]), ([9], [[3, 3], [4]])])
+    for completion in groups[0].completions:
+        completion.reward = 1.0
+    batch = learner("dapo", model)._prepare(groups, Sums())
+    assert [sample.prompt for sample in batch.samples] == [[9], [9]]
+
+
+def test_grpo_advantages_of_a_hand_worked_group(model: LanguageModel) -> None:
+    groups = scored([([5], [[7], [8], [9], [10]])])
+    for completion, reward in zip(groups[0].completions, [1.0, 0.0, 0.0, 0.0], strict=True):
+        completion.reward = reward
+    batch = learner("grpo", model)._prepare(groups, Sums())
+    assert batch.advantage.tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+
+
+def test_the_divergence_in_the_reward_lowers_what_strays_from_the_reference(model: LanguageModel) -> None:
+    groups = scored([([5], [[7], [8]])])
+    actor = learner("dr_grpo", model, kl_coef=1.0, kl_in="reward", kl="k1")
+    own = actor._logprobs(model, _samples(groups))
+    for completion, logprob, apart in zip(groups[0].completions, own, [0.5, 0.0], strict=True):
+        completion.reward, completion.reference = 1.0, (logprob - apart).tolist()
+    batch = actor._prepare(groups, Sums())
+    assert batch.advantage.tolist() == pytest.approx([-0.25, 0.25], abs=1e-5)

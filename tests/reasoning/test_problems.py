@@ -1,0 +1,118 @@
+"""Problems: formats, bad lines, length, generated sets, order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from reasoning.config import DataConfig
+from reasoning.data import DataError, Loaded, Order, load, read, without_long
+from reasoning.tasks import TASKS, generated
+
+
+def jsonl(path: Path, rows: list) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def test_plain_and_chat_prompts_with_columns_by_config(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    rows = [{"q": "2+2?", "a": 4, "level": 1}, {"q": chat, "a": "2", "level": 2}]
+    config = DataConfig(prompt_column="q", answer_column="a", instruction="Only the number.")
+    first, second = read(jsonl(tmp_path / "p.jsonl", rows), config).problems
+    assert (first.prompt, first.answer, first.columns) == ("2+2?\nOnly the number.", "4", {"level": 1})
+    assert second.prompt == [chat[0], {"role": "user", "content": "1+1?\nOnly the number."}]
+    assert first.id == "p#1"
+
+
+def test_parquet_gives_what_jsonl_gives(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+1?", "answer": str(n + 1)} for n in range(5)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    jsonl(tmp_path / "p.jsonl", rows)
+    assert read(tmp_path / "p.parquet", DataConfig()).problems == read(tmp_path / "p.jsonl", DataConfig()).problems
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ("{broken", "not JSON"),
+        ('["a list"]', "not a JSON object"),
+        ({"prompt": "x"}, "no column 'answer'"),
+        ({"prompt": "", "answer": "1"}, "expected a text or a list of messages"),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "'role' and 'content'"),
+        ({"prompt": "x", "answer": " "}, "the answer is empty"),
+    ],
+)
+def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path: Path, bad: object, told: str) -> None:
+    path = jsonl(tmp_path / "p.jsonl", [{"prompt": "1+1?", "answer": "2"}, bad, {"prompt": "2+2?", "answer": "4"}])
+    with pytest.raises(DataError, match="p.jsonl, line 2") as error:
+        read(path, DataConfig())
+    assert told in str(error.value)
+    loaded = read(path, DataConfig(skip_bad_lines=True))
+    assert (len(loaded.problems), loaded.bad) == (2, 1)
+
+
+PUBLISHED = {
+    "gsm8k": ({"question": "How many?", "answer": "2+2 = <<2+2=4>>4\n#### 1,234"}, "1,234"),
+    "math": ({"problem": "Find x.", "solution": r"So $x=\boxed{\frac{1}{2}}$.", "level": "Level 5"}, r"\frac{1}{2}"),
+    "aime": ({"ID": "2024-I-1", "Problem": "Find the sum.", "Answer": "033"}, "33"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_formats(tmp_path: Path, name: str) -> None:
+    row, answer = PUBLISHED[name]
+    [problem] = read(jsonl(tmp_path / "p.jsonl", [row]), DataConfig(format=name)).problems  # type: ignore[arg-type]
+    assert problem.answer == answer
+
+
+def test_gpqa_choices_are_shuffled_the_same_way_each_time(tmp_path: Path) -> None:
+    wrong = {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)}
+    rows = [{"Question": f"Q{n}", "Correct Answer": "right", **wrong} for n in range(20)]
+    path = jsonl(tmp_path / "p.jsonl", rows)
+    problems = read(path, DataConfig(format="gpqa")).problems
+    assert problems == read(path, DataConfig(format="gpqa")).problems
+    assert {problem.answer for problem in problems} == set("ABCD")
+    assert all(f"({problem.answer}) right" in problem.prompt for problem in problems)
+
+
+def test_long_prompts_are_left_out_and_counted() -> None:
+    loaded = load(DataConfig(train_size=50), held_out=False)
+    kept = without_long(loaded, lambda problem: len(problem.prompt), 14)
+    assert 0 < len(kept.problems) < 50 and kept.long == 50 - len(kept.problems)
+    with pytest.raises(DataError, match="all 50 prompts"):
+        without_long(Loaded(loaded.problems), lambda problem: 99, 14)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_generated_sets_are_deterministic_and_held_out_ones_disjoint(name: str) -> None:
+    train, test = generated(name, 300, False), generated(name, 60, True)
+    assert train == generated(name, 300, False)
+    assert len(train) > 100 and len(test) > 30
+    assert not {problem for problem, _ in train} & {problem for problem, _ in test}
+
+
+def test_generated_answers_are_right() -> None:
+    for problem, answer in generated("arithmetic:5", 50, False):
+        assert eval(problem.removeprefix("What is ").rstrip("?")) == int(answer)
+    for problem, answer in generated("algebra:2", 50, False):
+        left, right = problem.removeprefix("Solve for x: ").replace("x", f"*({answer})").split(" = ")
+        assert eval(left) == int(right)
+
+
+def test_each_pass_sees_every_problem_once_in_an_order_of_its_own() -> None:
+    order = Order(10, seed=3)
+    first, second = ([index for _, index in order.take(10)] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(10)) and first != second
+
+
+def test_the_cursor_is_the_whole_state_even_inside_a_batch_that_spans_two_passes() -> None:
+    whole = Order(10, seed=3).take(40)
+    order = Order(10, seed=3)
+    assert order.take(8) + order.take(8) == whole[:16]
+    resumed = Order(10, seed=3, cursor=order.cursor)
+    assert resumed.take(24) == whole[16:]

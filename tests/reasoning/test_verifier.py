@@ -1,0 +1,129 @@
+"""Verification of answers: the public cases, hostile ones, and the life of the pool."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from reasoning.answers import answer_of
+from reasoning.verifier import Verifier
+
+CASES = [
+    ("4", r"4\sqrt{2}", False),
+    (r"\sqrt{1/n}", r"1/\sqrt{n}", True),
+    ("n=2,3,4", "n=1,2,3", False),
+    ("1-1/e", "1+1/e", False),
+    (r"\pm 2021", "2021", False),
+    (r"\pm 2021", r"\{-2021, 2021\}", True),
+    (r"(3,\pi/2)", r"(3,2\pi/3)", False),
+    ("3x-y+13=0", "3x+4y+14=0", False),
+    ("2x+4y-3=0", "y=-x/2+3/4", True),
+    (r"\text{13}", "13", True),
+    (r"\frac12", r"\frac{1}{2}", True),
+    (r"\frac{2}{3}", "2/3", True),
+    ("-1 + exp(16)", "e^{16}-1", True),
+    ("pi/2", r"\dfrac{\pi}{2}", True),
+    ("14.0 + -1.0i", "14 - i", True),
+    ("There are 234 marbles in all. He loses some, so that he has\n**73**", "73", True),
+    (r"7.41\%", r"7.41\%", True),
+    ("115,000", "115000", True),
+    ("12,34", "1234", False),
+    (r"The answer goes into \boxed , as asked: \boxed{7}", "7", True),
+    ("$29.00", "29", True),
+    ("#### -3", "-3", True),
+    (r"\boxed{64/400}", "63/400", False),
+    ("7425000", "7,425,000", True),
+    (".4", "0.4", True),
+    ("x>5", "x<5", False),
+    (r"5 \ge x", r"x \le 5", True),
+    ("28 percent", r"28\%", True),
+    ("(p,q)=(3,2)", "(3,2)", True),
+    (r"\boxed{004}", "4", True),
+    ("50", "0.5", False),
+    ("3,4", "34", False),
+    ("5", "there is none", None),
+    (r"\boxed{5}", "", None),
+    (r"\text{Monday}", r"\text{monday}", True),
+    ("The answer is (B).", "B", True),
+    ("The answer is (C).", "B", False),
+    ("The answer is B, because 5 is odd.", "5", True),
+    (r"First \boxed{3}. No: \boxed{4}", "4", True),
+    (r"First \boxed{3}. No: \boxed{4}", "3", False),
+    ("I do not know", "3", False),
+    ("50%", "50", False),
+]
+GOLD = [r"\frac{\sqrt{3}}{2}", r"[2, 5)", r"\{1,2\}", r"x^2+2x+1", r"\text{Evelyn}", "C", "3.25", r"90^\circ", "-7"]
+LAZY = "9^{9^{9^{9^{9}}}}"
+HOSTILE = [
+    LAZY,
+    r"\boxed{" + "1+" * 5000 + "1}",
+    r"\boxed{" + "(" * 400 + ")" * 400 + "}",
+    r"\frac{" * 300 + "1" + "}{2}" * 300,
+    r"\sqrt{" * 200 + "x" + "}" * 200,
+    "\\" * 3000,
+    "{" * 3000,
+    r"\boxed{" * 3000,
+    "１２３ ٣٤ 𝟙𝟚 ∞ ½ ﷽ \u202e\u0000",
+    r"\int_0^1 x^{x^{x}} dx",
+    "1e999999999",
+    "0." + "1" * 900,
+    "1000000!!!",
+    r"\def\x{\x\x}\x",
+    "$" * 2001,
+    "**" * 2001,
+]
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[Verifier]:
+    with Verifier(timeout_s=2.0) as verifier:
+        yield verifier
+
+
+@pytest.mark.parametrize(("prediction", "gold", "verdict"), CASES)
+def test_reported_cases(verifier: Verifier, prediction: str, gold: str, verdict: bool | None) -> None:
+    assert verifier.verify(prediction, gold) is verdict
+
+
+def test_the_order_of_equal_answers_makes_no_difference(verifier: Verifier) -> None:
+    answers = [(p, g) for p, g, verdict in CASES if verdict and answer_of(p) == p]
+    assert verifier.verify_all([(gold, prediction) for prediction, gold in answers]) == [True] * len(answers)
+
+
+@pytest.mark.parametrize("gold", [*GOLD, *(gold for _, gold, verdict in CASES if verdict is not None)])
+def test_an_answer_equals_itself(verifier: Verifier, gold: str) -> None:
+    assert verifier.verify(gold, gold) is True
+
+
+def test_a_completion_that_was_cut_off_has_no_answer(verifier: Verifier) -> None:
+    assert verifier.verify(None, "4") is False
+    assert verifier.verify(r"so we get \boxed{4", "7") is False
+
+
+def test_an_endless_comparison_is_stopped_and_reported_and_the_pool_lives() -> None:
+    with Verifier(timeout_s=0.5) as verifier:
+        assert verifier.verify_all([(LAZY, "x+1"), ("1+x", "x+1"), ("2+x", "x+1")]) == [None, True, False]
+        assert (verifier.counts.timeouts, verifier.counts.undecided) == (1, 1)
+        assert (verifier.counts.right, verifier.counts.wrong) == (1, 1)
+
+
+def test_hostile_strings_are_never_right_and_leave_the_pool_alive() -> None:
+    with Verifier(processes=2, timeout_s=0.5) as verifier:
+        assert True not in verifier.verify_all([(text, r"\frac{1}{7}") for text in HOSTILE])
+        assert True not in verifier.verify_all([("4", text) for text in HOSTILE])
+        assert verifier.verify("1/7", r"\frac{1}{7}") is True
+
+
+def test_works_in_a_thread() -> None:
+    found = []
+
+    def work() -> None:
+        with Verifier() as verifier:
+            found.append(verifier.verify("1/2", r"\frac{2}{4}"))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [True]
