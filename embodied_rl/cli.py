@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -29,7 +30,9 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script."""
+    """The console script. Other packages add groups of commands: entry points of `embodied_rl.commands`."""
+    for entry in entry_points(group="embodied_rl.commands"):
+        app.add_typer(entry.load(), name=entry.name)
     app()
 
 
