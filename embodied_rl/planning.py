@@ -9,8 +9,8 @@ from rich.console import Console
 
 from embodied_rl.config import Config
 from embodied_rl.flows import training_flow
-from embodied_rl.profiles import load_profile, machine_name, profiles_file, recipe_key
-from scheduler.device_space import DeviceSet
+from embodied_rl.profiles import known_profile, load_profile, machine_name, profiles_file, recipe_key
+from scheduler.device_space import DeviceSet, PlanError
 from scheduler.flow import Flow, PlannedGroup
 from scheduler.placement import local_device_count, parse_placement
 from scheduler.plan import Plan, compare, make_plan
@@ -65,16 +65,33 @@ def planned_flow(config: Config) -> Flow:
     return training_flow(config, *(PlannedGroup(name) for name in ("env", "rollout", "actor")))
 
 
+def expected_plan(config: Config, devices: int) -> str:
+    """One line for a dry run: the plan that a run here would settle on, as far as that is known."""
+    profile = known_profile(config)
+    flow = planned_flow(config)
+    if not set(flow.calls()) <= set(profile.samples):
+        return "not measured on this machine yet: the first iterations measure, then it is planned"
+    try:
+        plan = _plan(config, profile, flow, (DeviceSet("cpu", devices),))
+    except PlanError as error:
+        return str(error).splitlines()[-1].strip()
+    groups = ", ".join(map(str, plan.loop_groups.values()))
+    return f"{plan.placement_text}, S = {groups}: {plan.predicted_s:.3g} s an iteration, from earlier runs here"
+
+
+def _plan(config: Config, profile: Profile, flow: Flow, sets: tuple[DeviceSet, ...]) -> Plan:
+    if config.placement == "auto":
+        return make_plan(flow, profile, sets, config.env.num_envs)
+    placed = parse_placement(config.placement, sum(s.count for s in sets), flow.groups())
+    return Plan.from_placement(flow, placed, profile, config.env.num_envs, sets)
+
+
 def print_plan(config: Config, profile: Profile, cluster: str | None, side_by_side: bool, svg: Path | None) -> Plan:
     """Print the plan of a recipe; returns it. Raises PlanError, or ValueError for a cluster that is none."""
     count, kind = local_device_count(config.cluster.cpu_slots)
     sets = parse_cluster(cluster) if cluster else (DeviceSet(kind, count),)
     flow, items = planned_flow(config), config.env.num_envs
-    if config.placement == "auto" or cluster:
-        plan = make_plan(flow, profile, sets, items)
-    else:
-        placed = parse_placement(config.placement, sum(s.count for s in sets), flow.groups(), kind)
-        plan = Plan.from_placement(flow, placed, profile, items, sets)
+    plan = make_plan(flow, profile, sets, items) if cluster else _plan(config, profile, flow, sets)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(plan)
     console.print(plan.gantt())
