@@ -152,7 +152,10 @@ def _converted_smollm2(directory: Path) -> Path:
     temporary = Path(tempfile.mkdtemp(dir=directory.parent))
     AutoTokenizer.from_pretrained(source, gguf_file=SMOLLM2_FILE).save_pretrained(temporary)
     network = AutoModelForCausalLM.from_pretrained(source, gguf_file=SMOLLM2_FILE, dtype=torch.float32)
-    network.save_pretrained(temporary)
+    plain = {key: value for key, value in network.config.to_dict().items() if key != "quantization_config"}
+    copied = type(network)(type(network.config).from_dict(plain))  # one that does not count as quantised
+    copied.load_state_dict(network.state_dict())
+    copied.save_pretrained(temporary)
     try:
         temporary.rename(directory)
     except OSError:  # another process was first
