@@ -48,7 +48,7 @@ class Schedule:
     Args:
         profile: what is known; measurements are added.
         fixed: groups stay where they are; only how loops are cut and what goes on in chunks is planned.
-        memory_per_device: bytes; None: no constraint.
+        memory_per_device: bytes; None: what the GPUs have; on a CPU it is no constraint.
         accepts: whether the workers can run a plan (their items may not divide among any number of ranks).
     """
 
@@ -155,8 +155,11 @@ class Schedule:
         return _signature(executor.placement, executor.loop_groups, granularity)
 
     def _measure_switches(self) -> None:
-        """What it costs to make room for others, and how much room that is, of the groups that can."""
+        """How much memory there is, and what it costs the groups that can to make room for others."""
         for name, group in self.executor.groups.items():
+            sizes = [size for size in group.device_memory().result(self.executor.timeout_s) if size is not None]
+            if self.memory is None and sizes:
+                self.memory = min(sizes)
             ranks = [rank for rank in group.measure_switch().result(self.executor.timeout_s) if rank is not None]
             if ranks:
                 held, offload_s, onload_s = (max(values) for values in zip(*ranks, strict=True))

@@ -100,11 +100,11 @@ class Executor:
         return {name: group.placement.devices for name, group in self.groups.items()}
 
     def moves(self, plan: Plan) -> dict[str, GroupPlacement]:
-        """The groups that a plan would move, and where to."""
+        """The groups that a plan would move, and where to. Who has the devices already keeps the ranks that it has."""
         wanted = parse_placement(
             plan.placement_text, len(self.cluster.devices), list(plan.placement), self.cluster.kind
         )
-        return {name: place for name, place in wanted.items() if place != self.groups[name].placement}
+        return {name: place for name, place in wanted.items() if place.devices != self.placement[name]}
 
     def apply(self, plan: Plan) -> float:
         """Move groups to where the plan has them, and run under it from the next iteration on.

@@ -140,6 +140,14 @@ class Worker:
     def _can_offload(self) -> bool:
         return type(self).offload is not Worker.offload
 
+    def device_memory(self) -> int | None:
+        """Bytes of memory of this rank's GPU; None on a CPU, where a device has no memory of its own."""
+        if self.context.device_kind == "cpu":
+            return None
+        import torch
+
+        return torch.cuda.get_device_properties(0).total_memory
+
     def measure_switch(self) -> tuple[int, float, float] | None:
         """Offload and onload once: (bytes that this frees on a device, seconds of each); None if the class cannot."""
         if not self._can_offload:

@@ -151,6 +151,17 @@ def test_moved_workers_take_their_state_along(crew: Crew) -> None:
     assert maker.count().result() == [24]
 
 
+def test_a_plan_leaves_the_ranks_of_groups_that_stay(crew: Crew) -> None:
+    maker, taker = crew(maker=(Maker, "all/1"), taker=(Taker, "0"))
+    flow = chain(maker, taker, name="staying")
+    plan = Plan.from_placement(
+        flow, {"maker": [0, 1], "taker": [0]}, profile({"maker.double": 1, "taker.gather": 1}), 8, 2
+    )
+    executor = Executor(flow, items=8, plan=plan)
+    assert executor.moves(plan) == {} and len(maker) == 2
+    assert executor.iterate({"numbers": range(8)}).outputs["taker.gather"] == [56]
+
+
 def test_stages_on_the_same_devices_take_turns(crew: Crew) -> None:
     maker, taker = crew(maker=(Maker, "0"), taker=(Taker, "0"))
     flow = Flow("turns")
