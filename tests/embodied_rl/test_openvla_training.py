@@ -65,7 +65,8 @@ def trajectories(policy: Any, steps: int = 3, envs: int = 2) -> Trajectories:
     )  # fmt: skip
 
 
-def test_an_iteration_of_ppo_acts_learns_and_evaluates() -> None:
+def test_an_iteration_of_ppo_acts_learns_and_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     with Cluster(cpu_slots=2, timeout_s=120) as cluster:
         team = Team(settings({"lora_rank": 4}), cluster)
         team.sync_weights()
