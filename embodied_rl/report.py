@@ -13,6 +13,7 @@ from pathlib import Path
 
 from embodied_rl import report_sections as sections
 from embodied_rl.report_charts import line_chart
+from embodied_rl.report_completions import completions
 from embodied_rl.report_data import load_run
 from embodied_rl.report_page import STANDALONE_CHART_STYLE, page
 from embodied_rl.report_schedule import schedule
@@ -34,6 +35,7 @@ def write_report(run_dir: Path) -> Path:
             ("Learning", sections.learning(run)),
             ("Final evaluation", sections.evaluation(run)),
             ("Videos", sections.videos(run)),
+            ("Completions", completions(run.path)),
             ("Where the time went", sections.time_spent(run)),
             ("Schedule", schedule(run)),
             ("Timeline", sections.timeline_of(run)),

@@ -23,6 +23,9 @@ EMBED_TOTAL_BYTES = 40_000_000
 CHARTS = [
     ("Return", "rollout/return"),
     ("Episode length", "rollout/episode_length"),
+    ("Reward", "reward/mean"),
+    ("Held-out accuracy", "eval/pass@1"),
+    ("Tokens in a completion", "completions/mean_length"),
     ("Policy loss", "losses/policy"),
     ("Value loss", "losses/value"),
     ("Entropy", "losses/entropy"),
@@ -30,6 +33,10 @@ CHARTS = [
     ("Clip fraction", "losses/clip_fraction"),
     ("Explained variance", "losses/explained_variance"),
     ("Env steps per second", "perf/env_steps_per_s"),
+    ("Imitation loss", "losses/imitation"),
+    ("Held-out loss", "held_out/loss"),
+    ("Held-out token accuracy", "held_out/token_accuracy"),
+    ("Held-out distance of actions", "held_out/action_l1"),
 ]
 SUCCESS_KEYS = ("rollout/success_once", "eval/success_once")
 
@@ -40,6 +47,8 @@ def header(run: Run) -> str:
     trained = [
         part.get(key) for part, key in ((env, "id"), (algorithm, "name"), (policy, "kind")) if isinstance(part, dict)
     ]
+    if run.command == "sft":
+        trained[1:2] = ["sft"]
     words = " · ".join(escape(str(part)) for part in [run.config.get("recipe"), *trained] if part)
     done, status = _status(run)
     facts = [f'<span class="status{" done" if done else ""}">{escape(status)}</span>']
@@ -235,7 +244,7 @@ def reproduce(run: Run) -> str:
     """The command that repeats the run, and the whole configuration, folded."""
     path = _shown_path(run)
     lines = [
-        f"embodied-rl train {shlex.quote(path + '/config.yaml')} name={shlex.quote(run.name + '-again')}",
+        f"embodied-rl {run.command} {shlex.quote(path + '/config.yaml')} name={shlex.quote(run.name + '-again')}",
         f"embodied-rl report {shlex.quote(path)}",
     ]
     commands = escape("\n".join(lines))

@@ -36,11 +36,13 @@ class _Batch:
     old: Tensor | None  # [S, L] log-probs before the update; None: those of the first forward pass are
     reference: Tensor | None  # [S, L]
 
-    def rows(self, index: list[int], length: int | None = None) -> _Batch:
+    def rows(self, index: Tensor | list[int], length: int | None = None) -> _Batch:
+        index = torch.as_tensor(index, dtype=torch.long, device="cpu")
+
         def take(x: Tensor | None) -> Any:
             return None if x is None else x[index, :length]
 
-        chosen = [self.samples[i] for i in index]
+        chosen = [self.samples[number] for number in index.tolist()]
         return _Batch(chosen, self.advantage[index], take(self.sampler), take(self.old), take(self.reference))
 
     def __len__(self) -> int:
@@ -160,7 +162,7 @@ class LanguageActor(ActorWorker):
         if whitens:
             batch.advantage = self._normalise(batch.advantage, valid)
         self._mean(sums, "grpo/kept_fraction", kept.float())
-        return batch.rows(kept.nonzero()[:, 0].tolist())
+        return batch.rows(kept.nonzero()[:, 0])
 
     def _describe(self, groups: list[Group], sums: Sums) -> None:
         """Metrics of what was sampled, over all ranks."""

@@ -111,7 +111,9 @@ def _inconsistencies(config: MathConfig) -> Iterator[Fault]:
     if config.placement != "auto" and config.cluster.address is None:
         count, kind = local_device_count(config.cluster.cpu_slots)
         try:
-            parse_placement(config.placement, count, ("sampler", "judge", "actor"), kind)
+            place = parse_placement(config.placement, count, ("sampler", "judge", "actor"), kind)
+            if (ranks := len(place["actor"].ranks)) > config.sampling.prompts:
+                yield Fault("sampling.prompts", config.sampling.prompts, f"fewer than the {ranks} ranks of the actor")
         except PlacementError as error:
             yield Fault("placement", config.placement, str(error))
 

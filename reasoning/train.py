@@ -18,11 +18,12 @@ from embodied_rl.checkpoint import latest_checkpoint
 from embodied_rl.console import interrupt_on_termination, reported
 from embodied_rl.progress import duration
 from embodied_rl.report import write_report
+from embodied_rl.report_completions import COMPLETIONS_FILE
 from embodied_rl.tracking import Tracker
 from reasoning import evaluate
 from reasoning.config import MathConfig
-from reasoning.data import Loaded, Order, load, without_long
-from reasoning.models import encode, load_tokenizer
+from reasoning.data import DataError, Loaded, Order, load, without_long
+from reasoning.models import ModelError, encode, load_tokenizer
 from reasoning.samples import Group, Prompt
 from reasoning.team import MathTeam
 from scheduler.cluster import Cluster
@@ -41,6 +42,11 @@ def train(config: MathConfig, run_dir: Path, resume: bool, command: str) -> int:
         resume: go on from the newest sound checkpoint in `run_dir`.
         command: what the user typed, for the advice to resume.
     """
+    try:
+        problems = problems_of(config)
+    except (DataError, ModelError) as error:
+        print(error, file=sys.stderr)
+        return 2
     run_dir.mkdir(parents=True, exist_ok=True)
     checkpoint = None
     if resume:
@@ -67,7 +73,7 @@ def train(config: MathConfig, run_dir: Path, resume: bool, command: str) -> int:
     with tracker, reported(command if "--resume" in command else f"{command} --resume"):
         with Cluster(there.address, there.cpu_slots, there.timeout_s, str(log_file.absolute())) as cluster:
             interrupt_on_termination()
-            training = MathTraining(config, run_dir, tracker, MathTeam(config, cluster))
+            training = MathTraining(config, run_dir, tracker, MathTeam(config, cluster), *problems)
             try:
                 training.run(checkpoint)
             finally:
@@ -91,9 +97,10 @@ def problems_of(config: MathConfig) -> tuple[Loaded, Loaded]:
 class MathTraining:
     """The state of a running training."""
 
-    def __init__(self, config: MathConfig, run_dir: Path, tracker: Tracker, team: MathTeam) -> None:
+    def __init__(
+        self, config: MathConfig, run_dir: Path, tracker: Tracker, team: MathTeam, train: Loaded, test: Loaded
+    ) -> None:
         self.config, self.run_dir, self.tracker, self.team = config, run_dir.absolute(), tracker, team
-        train, test = problems_of(config)
         for name, loaded in (("training", train), ("held-out", test)):
             left_out = f"; left out: {loaded.long} too long, {loaded.bad} bad lines" if loaded.long + loaded.bad else ""
             print(f"{len(loaded.problems)} {name} problems{left_out}", flush=True)
@@ -185,7 +192,7 @@ class MathTraining:
         self._show_table(f"training, iteration {self.iteration}", columns, rows)
 
     def _show_table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
-        """On the console, in W&B and in `completions.jsonl`."""
+        """On the console, in W&B and in the report."""
         if not rows:
             return
         shown = Table(*columns, title=title, title_justify="left")
@@ -193,7 +200,7 @@ class MathTraining:
             shown.add_row(*(Console().render_str(cell[:200], markup=False, highlight=False) for cell in row))
         Console().print(shown)
         self.tracker.table(self.iteration, f"completions/{title.partition(',')[0]}", columns, rows)
-        with (self.run_dir / "completions.jsonl").open("a", encoding="utf-8") as file:
+        with (self.run_dir / COMPLETIONS_FILE).open("a", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps({"table": title, **dict(zip(columns, row, strict=True))}) + "\n")
 
