@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from envs.libero import CAMERAS, HORIZONS, SETTLE
+from envs.libero import SETTLE
+from envs.libero_suites import HORIZONS
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,6 @@ class Protocol:
     Attributes:
         settle_action, settle_steps: executed before an episode begins; not counted.
         horizons: env steps after which an episode of a suite is a failure.
-        cameras: how many views are rendered: that at the table, then that at the hand.
         jpeg: images are encoded and decoded once, as training data was.
         lanczos: images are resized to 224 pixels by TensorFlow's filter; else the policy's own resizing is all.
         center_crop: the policy sees the middle 90 % of the image, for models that were trained with random crops.
@@ -34,7 +34,6 @@ class Protocol:
     settle_action: tuple[float, ...] = SETTLE
     settle_steps: int = 10
     horizons: dict[str, int] = field(default_factory=lambda: dict(HORIZONS))
-    cameras: int = 2
     jpeg: bool = True
     lanczos: bool = True
     center_crop: bool = True
@@ -67,14 +66,13 @@ PROTOCOLS = {
     protocol.name: protocol
     for protocol in (
         _OFT,
-        replace(_OFT, name="openvla", cameras=1, chunk=1, epsilon=0.0),
-        replace(_OFT, name="simplevla", cameras=1, horizons=_LONG),
+        replace(_OFT, name="openvla", chunk=1, epsilon=0.0),
+        replace(_OFT, name="simplevla", horizons=_LONG),
         # Its recipes cap episodes at 240 to 520 steps; this is the evaluation of all of them at 512.
         Protocol(
             "rlinf",
             settle_steps=15,
             horizons=_LONG,
-            cameras=1,
             jpeg=False,
             lanczos=False,
             center_crop=False,
@@ -91,7 +89,6 @@ PROTOCOLS = {
         ),
     )
 }
-assert max(protocol.cameras for protocol in PROTOCOLS.values()) == len(CAMERAS)
 
 
 def jpeg_round_trip(image: np.ndarray) -> np.ndarray:

