@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-SHOWN = {"rollout/success_once": "success", "rollout/return": "return"}
+SHOWN = {
+    "rollout/success_once": ("success", ".0%"),
+    "rollout/return": ("return", ".3g"),
+    "losses/imitation": ("loss", ".3g"),
+    "held_out/token_accuracy": ("tokens right", ".0%"),
+    "held_out/action_l1": ("distance", ".3g"),
+}
 
 
 class TrainProgress:
@@ -71,7 +77,7 @@ class TrainProgress:
             self._print(self._pending)
 
     def update(self, iteration: int, env_steps: int, metrics: Mapping[str, float]) -> None:
-        """Show the state after `iteration` iterations and `env_steps` env steps since the run began."""
+        """Show the state after `iteration` iterations and `env_steps` env steps (0: there are none) since the start."""
         now = time.monotonic()
         self._done = iteration
         self._ticks.append((now, iteration, env_steps))
@@ -89,16 +95,15 @@ class TrainProgress:
             self._ticks[0],
             self._ticks[-1],
         )
-        parts = [f"{env_steps:,} env steps"]
+        parts = [f"{env_steps:,} env steps"] if env_steps else []
         speed = metrics.get("perf/env_steps_per_s")
-        if speed is None and last > first:
+        if env_steps and speed is None and last > first:
             speed = (last_steps - first_steps) / (last - first)
         if speed is not None and math.isfinite(speed):
             parts.append(f"{speed:,.0f}/s")
-        for key, label in SHOWN.items():
+        for key, (label, form) in SHOWN.items():
             if key in metrics and math.isfinite(metrics[key]):
-                value = metrics[key]
-                parts.append(f"{label} {value:.0%}" if label == "success" else f"{label} {value:.3g}")
+                parts.append(f"{label} {metrics[key]:{form}}")
         if first_iteration < last_iteration < self._total:
             left = (last - first) / (last_iteration - first_iteration) * (self._total - last_iteration)
             parts.append(f"{duration(left)} left")

@@ -32,6 +32,12 @@ class Run:
         return self.path.name
 
     @property
+    def command(self) -> str:
+        """What trains by this configuration: train, or sft where it names demonstrations."""
+        sft = self.config.get("sft")
+        return "sft" if isinstance(sft, dict) and sft.get("data") else "train"
+
+    @property
     def last(self) -> dict[str, Any]:
         return self.metrics[-1] if self.metrics else {}
 

@@ -29,6 +29,13 @@ def test_a_run_that_stops_early_still_prints_its_last_state(capsys: pytest.Captu
     assert last.startswith("iteration   2/100  20 env steps") and "return" not in last
 
 
+def test_fine_tuning_shows_what_it_measures_and_no_env_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    with TrainProgress(9) as progress:
+        metrics = {"losses/imitation": 1.234, "held_out/token_accuracy": 0.5, "held_out/action_l1": 0.125}
+        progress.update(1, 0, metrics)
+    assert capsys.readouterr().out == "iteration 1/9  loss 1.23  tokens right 50%  distance 0.125\n"
+
+
 def test_on_a_terminal_a_bar_shows_the_count(capsys: pytest.CaptureFixture[str]) -> None:
     with TrainProgress(4, start_iteration=1, terminal=True) as progress:
         progress.update(2, 576, {"rollout/success_once": 0.25})
