@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import platform
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from pathlib import Path
 from embodied_rl.config import Config
 from scheduler.placement import local_device_count
 from scheduler.profile import Profile, ProfileError
+
+logger = logging.getLogger(__name__)
 
 # What the cost of a stage depends on. How envs are cut and where workers are is what a plan decides.
 COSTLY = ("env", "policy", "algorithm", "deterministic", "inference_block")
@@ -59,14 +62,19 @@ def known_profile(config: Config) -> Profile:
 
 
 def save_profile(profile: Profile, run_dir: Path) -> None:
-    """Keep a profile for later runs, and beside this run."""
+    """Keep a profile for later runs, and beside this run. What cannot be kept is said in the log, and no failure."""
     profile.save(run_dir / "profile.yaml")
     file = profiles_file()
     try:
         with _locked(file):
-            profile.save(file)
-    except OSError:  # no home directory, or one that cannot be written: the run's own file remains
-        pass
+            try:
+                profile.save(file)
+            except ProfileError as damage:
+                file.replace(file.with_suffix(".damaged"))
+                profile.save(file)
+                logger.warning("%s; it was moved to %s", damage, file.with_suffix(".damaged"))
+    except OSError as error:
+        logger.warning("the measurements of this run are not kept for later ones: %s", error)
 
 
 @contextmanager

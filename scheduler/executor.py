@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from scheduler.channel import ChannelClosed
 from scheduler.cluster import Cluster
 from scheduler.flow import Call, Flow, FlowError, Node
 from scheduler.placement import GroupPlacement, parse_placement
@@ -23,7 +24,7 @@ from scheduler.plan import Plan
 from scheduler.plan_tree import moved_groups
 from scheduler.profile import Sample
 from scheduler.stage import Edge, LoopCall, Message, StageCall, StageReport
-from scheduler.worker import Handle, WorkerGroup, wait_all
+from scheduler.worker import Handle, WorkerFailed, WorkerGroup, wait_all
 
 
 @dataclass
@@ -211,10 +212,7 @@ class Executor:
         for name, call in self._calls.items():
             group = self.groups[self.flow.calls()[name].group]
             handles[name] = group.run_stage(call, self.number, (arguments or {}).get(name, ()))
-        for name, items in sources.items():
-            for edge in self._edges_from(name):
-                edge.put([Message(number, 1, item) for number, item in enumerate(items)])
-                edge.end()
+        refused = self._feed(sources)
         producers = {name: node for node in self.flow.stages() for name, _ in self._named(node)[-1:]}
         ends = {handles[name]: self._edges_from(node.name) for name, node in producers.items()}
 
@@ -223,6 +221,8 @@ class Executor:
                 edge.end()
 
         wait_all(list(handles.values()), self.timeout_s, end_edges)
+        if refused is not None:
+            raise refused
         ranks = {name: handle.result() for name, handle in handles.items()}
         own_cpu_s = time.process_time() - own_cpu_s
         for node in self.flow.stages():
@@ -236,6 +236,17 @@ class Executor:
         done.overhead_s = max(0.0, done.seconds - working)
         self.number += 1
         return done
+
+    def _feed(self, sources: Mapping[str, Sequence[Any]]) -> Exception | None:
+        """Send the items of the sources; why they were not taken, if so: whoever was to take them knows the cause."""
+        try:
+            for name, items in sources.items():
+                for edge in self._edges_from(name):
+                    edge.put([Message(number, 1, item) for number, item in enumerate(items)])
+                    edge.end()
+        except (ChannelClosed, WorkerFailed) as error:
+            return error
+        return None
 
     def _charge(self, done: Iteration, node: Node, name: str, cpu_s: float) -> None:
         """What this process does for a loop's messages keeps cores busy too; it is put down to the second stage."""

@@ -291,9 +291,11 @@ class Profile:
                 switches = {group: Switch(**switch) for group, switch in entry["switches"].items()}
                 hops, overhead = dict(entry.get("hops", {})), entry.get("overhead_s", 0.0)
                 profile = cls(machine, recipe, {}, switches, dict(entry["resident_bytes"]), hops, overhead)
-                return profile.add(
-                    *(Sample(**{**s, "durations": tuple(s.get("durations", ()))}) for s in entry["samples"])
-                )
+                try:
+                    samples = [Sample(**{**s, "durations": tuple(s.get("durations", ()))}) for s in entry["samples"]]
+                except TypeError as error:
+                    raise ProfileError(f"{path}: a measurement of {recipe} cannot be read: {error}") from None
+                return profile.add(*samples)
         known = "; ".join(f"{e['recipe']} on {e['machine']}" for e in entries) or "nothing"
         raise ProfileError(f"{path} has no profile of {recipe} on {machine}; it has {known}")
 
@@ -320,7 +322,11 @@ def _plain(sample: Sample) -> dict[str, object]:
 
 
 def _read(path: Path) -> list[dict]:
-    content = yaml.safe_load(path.read_text())
-    if not isinstance(content, dict) or not isinstance(content.get("profiles"), list):
-        raise ProfileError(f"{path} is not a file of profiles (a YAML mapping with the key 'profiles')")
-    return content["profiles"]
+    try:
+        content = yaml.safe_load(path.read_text())
+        entries = list(content["profiles"])
+        if all({"machine", "recipe", "samples", "switches", "resident_bytes"} <= set(entry) for entry in entries):
+            return entries
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError):
+        pass
+    raise ProfileError(f"{path} is not a file of profiles (a YAML mapping with the key 'profiles')")

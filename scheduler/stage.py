@@ -313,8 +313,8 @@ class Link:
     def _receive(self, channel: Channel, key: Any) -> tuple[int, Any]:
         asked = time.monotonic()
         stream, sent, message = channel.get(key=key)
-        if asked < sent:  # else it had been there before, and the time says nothing
-            self._hops.append(time.monotonic() - sent)
+        if asked < sent <= (now := time.monotonic()):  # else it had been there before, or comes from another clock
+            self._hops.append(now - sent)
         return stream, message
 
 
@@ -357,14 +357,14 @@ class Meter:
         count = sum(map(len, self._calls.values()))
         passing = sum(min(one) * len(one) for one in (self.sends, self.receipts) if one) / max(count, 1)
         for items, calls in self._calls.items():
-            seconds = statistics.fmean(call[0] for call in calls) + passing
+            seconds = max(1e-9, statistics.fmean(call[0] for call in calls) + passing)
             cpu = statistics.fmean(call[1] for call in calls)
             laps = tuple(lap for call in calls for lap in call[2])
             if not laps and items == 1:
                 laps = tuple(call[0] for call in calls)
             if len(laps) < 2 or statistics.stdev(laps) < LONG_TAIL * statistics.fmean(laps):
                 laps = ()
-            busy = 1.0 if worker.context.device_kind == "gpu" else cpu / max(seconds * len(worker.devices), 1e-9)
+            busy = 1.0 if worker.context.device_kind == "gpu" else cpu / (seconds * len(worker.devices))
             busy = min(1.0, max(busy, 1e-3))
             total = items * worker.world_size
             found.append(Sample(self._name, total, devices, seconds, memory_in_use(), laps, busy))
@@ -383,7 +383,7 @@ class Clock:
         self._from = time.monotonic() - queued_s(), time.process_time()
 
     def stop(self, lap: bool = False) -> None:
-        seconds = time.monotonic() - queued_s() - self._from[0]
+        seconds = max(0.0, time.monotonic() - queued_s() - self._from[0])
         self.seconds, self.cpu_s = self.seconds + seconds, self.cpu_s + time.process_time() - self._from[1]
         if lap:
             self.laps.append(seconds)

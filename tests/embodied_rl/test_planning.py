@@ -108,6 +108,17 @@ def test_profiles_are_kept_apart_by_what_costs(cache: Path) -> None:
         find_profile(Config(env={"id": "PullCube-v1"}), None)
 
 
+@pytest.mark.parametrize("text", ["profiles: [{machine: here}]", "nonsense: [", "[1, 2]", "\xff"])
+def test_a_damaged_file_is_put_aside(cache: Path, text: str) -> None:
+    profiles_file().parent.mkdir(parents=True)
+    profiles_file().write_bytes(text.encode("latin-1"))
+    config, _ = load_recipe("cartpole_ppo", [])
+    assert known_profile(config).samples == {}
+    save_profile(measured(), cache)
+    assert known_profile(config).samples.keys() == COSTS.keys()
+    assert profiles_file().with_suffix(".damaged").read_bytes() == text.encode("latin-1")
+
+
 def test_the_flow_for_planning_is_that_of_training() -> None:
     flow = planned_flow(Config())
     assert set(flow.calls()) == set(COSTS)
