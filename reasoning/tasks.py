@@ -1,8 +1,8 @@
 """Generated problems of graded difficulty, so that everything runs without a download.
 
-    arithmetic:1   a + b, up to 20          algebra:1   x + a = b
-    arithmetic:2   a + b, two digits        algebra:2   a x + b = c
-    arithmetic:3   a - b and a + b          algebra:3   the larger root of x^2 + b x + c = 0
+    arithmetic:1   a + b, up to 12, in words    algebra:1   x + a = b
+    arithmetic:2   a + b, two digits            algebra:2   a x + b = c
+    arithmetic:3   a - b and a + b              algebra:3   the larger root of x^2 + b x + c = 0
     arithmetic:4   a * b, up to 20
     arithmetic:5   a * b + c
     digits:1       12+34= for character models, two digits
@@ -18,12 +18,28 @@ from collections.abc import Callable
 HELD_OUT = 5  # every fifth problem, by its hash, is held out
 
 
-def _addition(most: int) -> Callable[[random.Random], tuple[str, str]]:
-    def problem(draw: random.Random) -> tuple[str, str]:
-        a, b = draw.randint(0, most), draw.randint(0, most)
-        return f"What is {a} + {b}?", str(a + b)
+SUMS = (
+    "What is {a} + {b}?",
+    "Add {a} and {b}.",
+    "{a} + {b} = ?",
+    "Calculate {a} plus {b}.",
+    "What is the sum of {a} and {b}?",
+    "How much is {a} plus {b}?",
+    "Tom has {a} apples and is given {b} more. How many apples has he now?",
+    "A bus carries {a} people, and {b} more get on. How many people are on the bus?",
+    "{a} birds sit in a tree, and {b} join them. How many birds are in the tree?",
+    "Ann read {a} pages yesterday and {b} pages today. How many pages did she read?",
+)
 
-    return problem
+
+def _sum_in_words(draw: random.Random) -> tuple[str, str]:
+    a, b = draw.randint(1, 12), draw.randint(1, 12)
+    return draw.choice(SUMS).format(a=a, b=b), str(a + b)
+
+
+def _sum(draw: random.Random) -> tuple[str, str]:
+    a, b = draw.randint(0, 99), draw.randint(0, 99)
+    return f"What is {a} + {b}?", str(a + b)
 
 
 def _sum_or_difference(draw: random.Random) -> tuple[str, str]:
@@ -63,8 +79,8 @@ def _digits(draw: random.Random) -> tuple[str, str]:
 
 
 TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
-    "arithmetic:1": _addition(20),
-    "arithmetic:2": _addition(99),
+    "arithmetic:1": _sum_in_words,
+    "arithmetic:2": _sum,
     "arithmetic:3": _sum_or_difference,
     "arithmetic:4": _product,
     "arithmetic:5": _product_and_sum,
