@@ -9,6 +9,7 @@ from envs.base import EnvError, EnvSettings, EnvSpec
 
 SIMULATOR_KEYS = {
     "maniskill": ("control_mode", "reward_mode", "sim_freq", "control_freq", "image_size", "shader", "sim_backend"),
+    "libero": ("image_size", "init_states"),
     "gymnasium": (),
 }
 

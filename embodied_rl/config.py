@@ -34,7 +34,7 @@ class Section(BaseModel):
 class EnvConfig(Section):
     """What is simulated. Steps are env steps (sub-steps of a chunk)."""
 
-    kind: Literal["maniskill", "gymnasium"] = "maniskill"
+    kind: Literal["maniskill", "libero", "gymnasium"] = "maniskill"
     id: str = "PushCube-v1"
     num_envs: Annotated[int, Field(ge=1, le=1_000_000)] = 8
     processes: Annotated[int, Field(ge=1)] | None = Field(
@@ -65,6 +65,9 @@ class EnvConfig(Section):
     control_freq: Positive | None = Field(default=None, description="ManiSkill control rate, Hz")
     sim_backend: Literal["auto", "cpu", "gpu"] = Field(
         default="auto", description="ManiSkill; auto takes a GPU where there is one"
+    )
+    init_states: Literal["sampled", "stored"] = Field(
+        default="sampled", description="LIBERO; stored: the initial states that published evaluations use too"
     )
     image_size: Annotated[int, Field(ge=16, le=1024)] = Field(default=128, description="pixels, square")
     shader: Literal["minimal", "default"] = Field(default="minimal", description="ManiSkill camera shader")

@@ -7,20 +7,13 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Literal
 
+from embodied_rl.build import SIMULATOR_KEYS
 from embodied_rl.config import Config, EnvConfig, PolicyConfig
-from embodied_rl.faults import Fault, nearest_divisors, nearest_multiples, show
+from embodied_rl.faults import Fault, any_of, nearest_divisors, nearest_multiples, show
 from scheduler.placement import local_device_count, parse_placement
 
 GROUPS = ("actor", "rollout", "env")
-MANISKILL_KEYS = (
-    "control_mode",
-    "reward_mode",
-    "sim_freq",
-    "control_freq",
-    "sim_backend",
-    "image_size",
-    "shader",
-)
+SIMULATOR_TITLES = {"maniskill": "ManiSkill", "libero": "LIBERO"}
 MLP_KEYS = ("hidden", "log_std", "normalise_observations", "observation_clip")
 
 # A fault, and the keys that the check read: it is void if one of them was not understood.
@@ -188,18 +181,13 @@ def _policy(config: Config) -> Iterator[Finding]:
 
 def _simulator_keys(config: Config) -> Iterator[Finding]:
     env = config.env
-    if env.kind != "maniskill":
-        for name in MANISKILL_KEYS:
-            value, default = getattr(env, name), getattr(EnvConfig(), name)
-            if value != default:
-                fault = Fault(
-                    f"env.{name}",
-                    value,
-                    f"only ManiSkill has it, and env.kind is {env.kind}",
-                    f"nearest valid: {show(default)}",
-                )
-                yield ("env.kind", f"env.{name}"), fault
-    elif env.sim_freq and env.control_freq and env.sim_freq % env.control_freq:
+    for name in dict.fromkeys(key for keys in SIMULATOR_KEYS.values() for key in keys):
+        value, default = getattr(env, name), getattr(EnvConfig(), name)
+        if value != default and name not in SIMULATOR_KEYS[env.kind]:
+            owners = any_of([title for kind, title in SIMULATOR_TITLES.items() if name in SIMULATOR_KEYS[kind]])
+            problem = f"only {owners} has it, and env.kind is {env.kind}"
+            yield ("env.kind", f"env.{name}"), Fault(f"env.{name}", value, problem, f"nearest valid: {show(default)}")
+    if env.kind == "maniskill" and env.sim_freq and env.control_freq and env.sim_freq % env.control_freq:
         problem = f"does not divide env.sim_freq ({env.sim_freq})"
         hint = f"nearest valid: {nearest_divisors(env.control_freq, env.sim_freq)}"
         yield ("env.sim_freq", "env.control_freq"), Fault("env.control_freq", env.control_freq, problem, hint)

@@ -34,6 +34,11 @@ NVIDIA_FIX = (
     "with NVIDIA_DRIVER_CAPABILITIES=all; or, on the CPU and slower: " + VULKAN_FIX
 )
 
+OPENGL_FIX = (
+    "apt-get install libegl1 libgl1-mesa-dri (a software renderer), or libosmesa6; with a GPU: the graphics libraries "
+    "of its driver, in a container NVIDIA_DRIVER_CAPABILITIES=all"
+)
+
 
 @dataclass(frozen=True)
 class Simulator:
@@ -83,6 +88,7 @@ def run_checks() -> list[Check]:
         _check_package("gymnasium", "gymnasium", "the env contract"),
         *_check_simulators(),
         _check_vulkan(),
+        *_check_opengl(),
         _check_ffmpeg(),
         _check_wandb(),
         _check_browser(),
@@ -441,6 +447,22 @@ def _check_vulkan() -> Check:
     if probe.fault:
         return Check("Vulkan device", None, f"{probe.fault}; for ManiSkill's images and videos", probe.fix)
     return Check("Vulkan device", True, ", ".join(probe.usable))
+
+
+def _check_opengl() -> list[Check]:
+    """What draws LIBERO's images, where LIBERO is installed; found out by a process that draws."""
+    if simulator_problem("libero") is not None:
+        return []
+    command = [sys.executable, "-P", "-c", "from envs.libero_rendering import describe; print(describe())"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["no output"]
+        if done.returncode == 0:
+            return [Check("OpenGL", True, said[-1])]
+        problem = said[-1].removeprefix("envs.base.EnvError: ")
+    except subprocess.TimeoutExpired:
+        problem = f"no answer within {PROBE_SECONDS:.0f} s"
+    return [Check("OpenGL", None, f"{problem}; for LIBERO's images and videos", OPENGL_FIX)]
 
 
 def _check_ffmpeg() -> Check:

@@ -23,7 +23,7 @@ from embodied_rl.schema import all_keys, flat
 from scheduler.placement import GroupPlacement, parse_placement
 
 GB = 1e9
-ENV_PROCESS_GB = {"maniskill": 0.8, "gymnasium": 0.1}
+ENV_PROCESS_GB = {"maniskill": 0.8, "libero": 2.2, "gymnasium": 0.1}
 WORKER_GB = 0.45
 # Assumed where only a running env knows: numbers in an observation, action dimensions, cameras.
 STATE_SIZE, ACTION_SIZE, CAMERAS = 64, 8, 1
@@ -103,14 +103,18 @@ def openvla_estimate(config: Config, plan: Plan) -> list[tuple[str, float, str]]
     settings = openvla.OpenVLASettings.from_options(options)
     actors, rollouts = (len(plan.placed[group].ranks) for group in ("actor", "rollout"))
     streams = len(plan.placed["env"].ranks) * max(config.pipeline_choices)
-    envs, share = math.ceil(config.env.num_envs / streams), math.ceil(plan.batch / actors)
-    micro_batch = config.algorithm.micro_batch or math.ceil(share / config.algorithm.minibatches)
+    envs = math.ceil(config.env.num_envs / streams)
+    if config.sft.data is None:
+        step, steps = math.ceil(plan.batch / actors / config.algorithm.minibatches), plan.optimiser_steps
+    else:
+        step, steps = math.ceil(config.sft.batch / actors), config.sft.steps
+    micro_batch = min(config.algorithm.micro_batch or step, step)
     found = estimate_memory(model, settings, envs, micro_batch, config.policy.openvla.prompt_length)
     rate, bandwidth = ASSUMED_DEVICE[plan.device_kind]
     backward = (1 if settings.lora or settings.adapter else 2) + settings.gradient_checkpointing
     calls = plan.chunk_steps * streams / rollouts
     rollout_s = calls * (envs * found.flops / rate + ACTION_TOKENS * found.parameters / bandwidth)
-    update_s = config.algorithm.epochs * share * (1 + backward) * found.flops / rate
+    update_s = steps * step * (1 + backward) * found.flops / rate
     parts = ("parameters", "gradients", "optimiser", "activations")
     learning = " + ".join(f"{getattr(found, part) / GB:.3f} {part}" for part in parts)
     inference = f"{found.parameters / GB:.3f} parameters + {found.keys_values / GB:.3f} keys and values of {envs} envs"
@@ -119,8 +123,33 @@ def openvla_estimate(config: Config, plan: Plan) -> list[tuple[str, float, str]]
         ("actor", found.learning / GB, f"GB = {learning} of {micro_batch} samples"),
         ("rollout", found.inference / GB, f"GB = {inference}"),
         ("acting", rollout_s, f"s an iteration, {calls:g} calls, {device}"),
-        ("learning", update_s, f"s an iteration, {config.algorithm.epochs} x {share} samples of a rank"),
+        ("learning", update_s, f"s an iteration, {steps} optimiser steps on {step} samples of a rank"),
     ]
+
+
+def _work(config: Config, plan: Plan) -> list[str]:
+    """What an iteration consists of."""
+    iterations = f"{config.train.iterations} iterations"
+    if config.sft.data is not None:
+        sft = config.sft
+        return [f"updates  {sft.steps} optimiser steps an iteration on {sft.batch} decisions each, {iterations}"]
+    algorithm = config.algorithm
+    return [
+        f"T        {plan.chunk_steps} chunk steps of {config.policy.chunk} action(s) for each env",
+        f"batch    {plan.batch} chunk steps an iteration, {plan.batch * config.policy.chunk} env steps",
+        f"updates  {plan.optimiser_steps} optimiser steps an iteration ({algorithm.epochs} epochs x "
+        f"{algorithm.minibatches} minibatches), {iterations}",
+    ]
+
+
+def _adapters(config: Config) -> list[str]:
+    """The modules of an OpenVLA policy that have an adapter, alike ones counted."""
+    from policies import openvla
+    from policies.lora import describe
+
+    options = policy_options(config.policy)
+    model = openvla.read_config(options.pop("checkpoint"))
+    return describe(openvla.adapted_modules(model, openvla.OpenVLASettings.from_options(options)))
 
 
 def print_dry_run(config: Config, run_dir: Path, resume: bool) -> None:
@@ -137,12 +166,8 @@ def print_dry_run(config: Config, run_dir: Path, resume: bool) -> None:
         f"  envs     {config.env.num_envs} in all; {plan.processes} process(es) for each env rank, up to "
         f"{plan.envs_per_process} envs in each; {config.rollout.pipeline_stages} pipeline stage(s)"
     )
-    console.print(f"  T        {plan.chunk_steps} chunk steps of {config.policy.chunk} action(s) for each env")
-    console.print(f"  batch    {plan.batch} chunk steps an iteration, {plan.batch * config.policy.chunk} env steps")
-    console.print(
-        f"  updates  {plan.optimiser_steps} optimiser steps an iteration ({config.algorithm.epochs} epochs x "
-        f"{config.algorithm.minibatches} minibatches), {config.train.iterations} iterations"
-    )
+    for line in _work(config, plan):
+        console.print(f"  {line}")
     estimate = memory_estimate(config, plan)
     _heading(
         console,
@@ -156,6 +181,8 @@ def print_dry_run(config: Config, run_dir: Path, resume: bool) -> None:
         _heading(console, "OpenVLA, on each device", f"roughly; assumes {ACTION_TOKENS} action tokens")
         for name, value, what in openvla_estimate(config, plan):
             console.print(f"  {name:15} {value:8.3f} {what}")
+        for line in _adapters(config):
+            console.print(f"  adapters on {line}")
     _heading(console, "Not checked", "nothing was started")
     for item in unchecked(config):
         console.print(f"  - {item}")

@@ -18,6 +18,7 @@ from embodied_rl.faults import Fault, any_of, show
 from embodied_rl.policy_faults import policy_faults
 from embodied_rl.runs import runs_in
 from embodied_rl.schema import all_keys, flat
+from envs.base import EnvError
 from envs.catalog import download_command, gymnasium_envs, maniskill_envs, missing_assets
 from scheduler.placement import parse_placement
 
@@ -58,8 +59,8 @@ def environment_faults(config: Config, dry_run: bool, defaulted: Collection[str]
     """What keeps the env from being made here: simulator, id, assets, rendering, GPU."""
     if "env.kind" in defaulted:
         return []
-    checks = _maniskill_faults if config.env.kind == "maniskill" else _gymnasium_faults
-    return [fault for keys, fault in checks(config, dry_run) if not set(keys) & set(defaulted)]
+    checks = {"maniskill": _maniskill_faults, "libero": _libero_faults, "gymnasium": _gymnasium_faults}
+    return [fault for keys, fault in checks[config.env.kind](config, dry_run) if not set(keys) & set(defaulted)]
 
 
 def unchecked(config: Config) -> list[str]:
@@ -102,6 +103,29 @@ def _maniskill_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str
     if env.sim_backend == "gpu" and devices is not None and devices[1] != "gpu":
         fault = Fault("env.sim_backend", env.sim_backend, "no GPU among this run's devices", "nearest valid: auto")
         yield ("env.sim_backend", "cluster.cpu_slots"), fault
+
+
+def _libero_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str, ...], Fault]]:
+    from embodied_rl.doctor import OPENGL_FIX
+    from envs import libero_rendering, libero_suites
+
+    env = config.env
+    try:
+        libero_suites.package()
+    except EnvError as error:
+        what, _, command = str(error).partition("; ")
+        yield ("env.kind",), Fault("env.kind", env.kind, what, command)
+        return
+    try:
+        suite, _ = libero_suites.parse_id(env.id)
+    except EnvError as error:
+        what, _, hint = str(error).partition("; ")
+        yield ("env.id",), Fault("env.id", env.id, what, hint)
+    else:
+        yield from _own_horizon(config, libero_suites.HORIZONS[suite])
+    if "image" in env.observation and libero_rendering.choose() is None:
+        fault = Fault("env.observation", list(env.observation), libero_rendering.NO_RENDERER, OPENGL_FIX)
+        yield ("env.observation",), fault
 
 
 def _gymnasium_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str, ...], Fault]]:

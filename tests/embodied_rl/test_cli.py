@@ -170,9 +170,9 @@ def test_all_faults_come_at_once_on_one_screen_before_ray_is_imported() -> None:
 
 
 def test_what_was_not_understood_is_not_checked_further(started: list[dict[str, Any]]) -> None:
-    code, _, err = run("train", "env.kind=libero", "env.id=libero_10")
+    code, _, err = run("train", "env.kind=gazebo", "env.id=libero_10")
     assert (code, started) == (2, [])
-    assert err.startswith("1 fault;") and "env.kind = libero" in err
+    assert err.startswith("1 fault;") and "env.kind = gazebo" in err
 
 
 # --- what good input does ---------------------------------------------------------------------------------

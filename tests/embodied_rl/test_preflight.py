@@ -194,7 +194,7 @@ def test_a_resumed_run_may_go_on_longer_and_elsewhere(run_dir: Path) -> None:
 
 
 def test_checks_of_keys_that_were_not_understood_are_left_out(run_dir: Path) -> None:
-    loaded, faults = load_recipe(PUSH_CUBE, ["env.kind=libero", "env.id=libero_10"])
+    loaded, faults = load_recipe(PUSH_CUBE, ["env.kind=gazebo", "env.id=libero_10"])
     assert [fault.key for fault in faults] == ["env.kind"]
     assert preflight(loaded, run_dir, resume=False, dry_run=False, defaulted=["env.kind"]) == []
 
