@@ -269,6 +269,12 @@ def prepare_training(network: OpenVLA, settings: OpenVLASettings) -> list[str]:
     return []
 
 
+def adapted_modules(config: OpenVLAConfig, settings: OpenVLASettings) -> list[str]:
+    """Names of the modules that would have an adapter, found on the meta device."""
+    with torch.device("meta"):
+        return prepare_training(OpenVLA(config, settings.attention), settings)
+
+
 def _uniform(generator: SlotNoise | None, envs: int, size: int) -> Tensor:
     if generator is None:
         raise ValueError("sampling needs a generator")

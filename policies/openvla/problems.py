@@ -13,7 +13,7 @@ from policies.action_tokens import UnknownStatistics, action_statistics
 from policies.openvla.checkpoint import CheckpointError, check_weights
 from policies.openvla.config import ConfigError
 from policies.openvla.model import OpenVLA
-from policies.openvla.policy import prepare_training, read_config
+from policies.openvla.policy import adapted_modules, read_config
 from policies.openvla.presets import PRESETS
 from policies.openvla.prompts import PromptTokenizer
 from policies.openvla.settings import OpenVLASettings
@@ -40,21 +40,19 @@ def problems(checkpoint: str, settings: OpenVLASettings) -> Iterator[tuple[str, 
 
     def weights() -> None:
         if directory is not None:
-            check_weights(network(), directory)
+            with torch.device("meta"):
+                network = OpenVLA(config)
+            check_weights(network, directory)
 
-    def network() -> OpenVLA:
-        with torch.device("meta"):
-            return OpenVLA(config, settings.attention)
-
-    def training(**only: Any) -> Callable[[], object]:
-        return lambda: prepare_training(network(), replace(settings, **only))
+    def adapters(**only: Any) -> Callable[[], object]:
+        return lambda: adapted_modules(config, replace(settings, **only))
 
     checks: dict[str, Callable[[], object]] = {
         "tokenizer": tokenizer,
         "unnorm_key": lambda: action_statistics(config.norm_stats, settings.unnorm_key),
         "checkpoint": weights,
-        "lora": training(adapter=None),
-        "adapter": training(lora=None),
+        "lora": adapters(adapter=None),
+        "adapter": adapters(lora=None),
     }
     for option, check in checks.items():
         try:

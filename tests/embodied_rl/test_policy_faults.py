@@ -18,7 +18,7 @@ from picture_env import ENV, write_demonstrations
 from embodied_rl.build import policy_options
 from embodied_rl.config import Config, OpenVLAConfig, PolicyConfig
 from embodied_rl.demonstration_faults import demonstration_faults, unused_demonstrations
-from embodied_rl.dry_run import make_plan, openvla_estimate
+from embodied_rl.dry_run import make_plan, openvla_estimate, print_dry_run
 from embodied_rl.policy_faults import policy_faults
 from embodied_rl.recipe import load_recipe
 from policies.openvla import OpenVLASettings
@@ -164,3 +164,13 @@ def test_a_dry_run_estimates_memory_and_time_of_the_published_model(tmp_path: Pa
     assert "of 8 samples" in found["actor"][1] and "of 64 envs" in found["rollout"][1]
     flops_of_a_sample = found["learning"][0] * 50e9 / (80 * 64) / 3
     assert flops_of_a_sample == pytest.approx(2 * 7e9 * (256 + 32 + 6), rel=0.1), "2 for each parameter and token"
+
+
+def test_a_dry_run_shows_where_adapters_go_and_what_an_iteration_is(capsys: pytest.CaptureFixture[str]) -> None:
+    openvla = {"lora_rank": 4, "lora_targets": ("q_proj", "projector.fc1")}
+    policy = {"kind": "openvla", "openvla": openvla}
+    config = Config(env=ENV, policy=policy, sft={"data": "demos", "batch": 32, "steps": 7}, cluster={"cpu_slots": 2})
+    print_dry_run(config, Path("runs/one"), resume=False)
+    said = capsys.readouterr().out
+    assert "adapters on projector.fc1 x 1" in said and "layers.*.self_attn.q_proj x 2" in said
+    assert "7 optimiser steps an iteration on 32 decisions each" in said and "7 optimiser steps on 32 samples" in said
