@@ -16,6 +16,7 @@ import random
 from collections.abc import Callable
 
 HELD_OUT = 5  # every fifth problem, by its hash, is held out
+EXHAUSTED = 2000  # draws without a new problem after which a set has no more
 
 
 SUMS = (
@@ -98,12 +99,13 @@ def generated(name: str, size: int, held_out: bool, seed: int = 0) -> list[tuple
     """
     make, draw = TASKS[name], random.Random(f"{name} {held_out} {seed}")
     found: dict[str, str] = {}
-    for _ in range(100 * size):
+    misses = 0
+    while len(found) < size and misses < EXHAUSTED:
         problem, answer = make(draw)
-        if _is_held_out(problem) == held_out:
-            found.setdefault(problem, answer)
-        if len(found) == size:
-            break
+        is_new = problem not in found and _is_held_out(problem) == held_out
+        misses = 0 if is_new else misses + 1
+        if is_new:
+            found[problem] = answer
     return list(found.items())
 
 

@@ -107,7 +107,22 @@ def test_evaluation_of_a_run_with_several_completions(unbroken: Path, tmp_path: 
     assert len(problems) == 8 and all(len(problem["answers"]) == 4 for problem in problems)
 
 
-def test_a_divergence_penalty_and_several_judges_run(tmp_path: Path) -> None:
-    options = {"algorithm.kl_coef": 0.05, "train.warm_start": 0, "algorithm.name": "grpo"}
+def test_it_learns_to_add_from_the_reward_alone(tmp_path: Path) -> None:
+    """After a short warm start, which gives the form of an answer and few right ones, GRPO does the rest."""
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    learning = {
+        "data.train": tmp_path / "sums.jsonl", "data.test": tmp_path / "sums.jsonl", "data.test_size": 100,
+        "sampling.prompts": 50, "sampling.group_size": 8, "train.warm_start": 60, "train.checkpoint_every": 100,
+        "algorithm.lr": 1e-3, "algorithm.minibatches": 1,
+    }  # fmt: skip
+    found = run(tmp_path / "run", 40, **learning)
+    before = reproducible(found)[0]["eval/pass@1"]
+    after = json.loads((found / "evaluation.json").read_text())["success_once"]
+    assert before < 0.5 and after > before + 0.3
+
+
+def test_the_divergence_from_the_reference_is_reported(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"algorithm.kl_coef": 0.05, "train.warm_start": 0, "algorithm.name": "grpo"}
     found = run(tmp_path / "kl", 2, **options)
     assert reproducible(found)[-1]["losses/kl"] >= 0.0
