@@ -68,6 +68,8 @@ class Edge:
     broadcast: bool = False
 
     def put(self, packet: Sequence[Message]) -> None:
+        if not packet:  # it would tell consumers that no more will come
+            return
         if self.broadcast:
             for rank in range(self.consumers):
                 self.channel.put(packet, key=rank)

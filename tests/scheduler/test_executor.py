@@ -53,6 +53,15 @@ def chain(maker: Any, taker: Any, method: str = "double", name: str = "chain") -
     return flow
 
 
+def test_a_call_that_gives_nothing_does_not_end_a_broadcast(crew: Crew) -> None:
+    maker, taker = crew(maker=(Maker, "0"), taker=(Taker, "all/1"))
+    flow = Flow("some news")
+    made = flow.stage(maker.odd, flow.source("numbers"))
+    flow.stage(taker.hear, made, gather=True, broadcast=True)
+    done = Executor(flow, items=4).iterate({"numbers": range(4)})
+    assert done.reports["taker.hear"] == [(0, [1, 3]), (1, [1, 3])]
+
+
 @pytest.mark.parametrize("places", [("all", "all"), ("0", "1"), ("all/1", "0"), ("all/1", "all/1")])
 def test_every_item_arrives_once_and_in_order(crew: Crew, places: tuple[str, str]) -> None:
     maker, taker = crew(maker=(Maker, places[0]), taker=(Taker, places[1]))
