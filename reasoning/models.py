@@ -60,11 +60,12 @@ class LanguageModel(nn.Module):
         low = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.network: Any = _load_network(config, torch.float32 if trains and config.lora_rank is None else low, seed)
         if config.gradient_checkpointing and trains:
-            self.network.gradient_checkpointing_enable()
+            self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.autocast = low if trains and low != torch.float32 else None
         self.has_adapters = config.lora_rank is not None
         if config.lora_rank is not None:
             self.network = _with_adapters(self.network, config.lora_rank, config.lora_alpha, trains)
+        self.train(trains)
         ends = self.network.generation_config.eos_token_id
         self.stop_ids = {ends} if isinstance(ends, int) else set(ends or ())
 

@@ -51,10 +51,11 @@ def load_recipe(recipe: str, overrides: Sequence[str]) -> tuple[MathConfig, list
         if not equals or not text:
             faults.append(Fault("command line", override, "expected key=value", "for example algorithm.lr=1e-6"))
             continue
+        takes_text = isinstance(keys().get(key), str)  # what YAML makes of "actor: 0" is not meant
         try:
-            values |= dict(_flat({key: yaml.safe_load(text)}))
-        except yaml.YAMLError:
-            values[key] = text
+            values |= {key: text} if takes_text else dict(_flat({key: yaml.safe_load(text)}))
+        except yaml.YAMLError as error:
+            faults.append(Fault(key, text, f"not valid YAML: {error}"))
     faults += [_unknown(key, value) for key, value in values.items() if key not in keys()]
     nested: dict[str, Any] = {}
     for key, value in values.items():

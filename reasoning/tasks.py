@@ -69,7 +69,7 @@ def _linear(draw: random.Random) -> tuple[str, str]:
 
 
 def _quadratic(draw: random.Random) -> tuple[str, str]:
-    first, second = draw.randint(-9, 9), draw.randint(-9, 9)
+    first, second = draw.randint(-15, 15), draw.randint(-15, 15)
     middle, last = -(first + second), first * second
     return f"What is the larger root of x^2 + ({middle})x + ({last}) = 0?", str(max(first, second))
 

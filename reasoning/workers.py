@@ -31,7 +31,7 @@ class Sampler(Worker):
     def __init__(self, config: MathConfig) -> None:
         self.config, self.device = config, use_cores(self)
         self.tokenizer = load_tokenizer(config.model.path)
-        self.model = LanguageModel(config.model, trains=False, seed=config.seed).to(self.device).eval()
+        self.model = LanguageModel(config.model, trains=False, seed=config.seed).to(self.device)
         stop_ids = self.model.stop_ids | {self.tokenizer.eos_token_id}
         self.generator = Generator(self.model.network, stop_ids, config.sampling.max_rows)
         self.version = 0

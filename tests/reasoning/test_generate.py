@@ -17,7 +17,7 @@ REQUESTS = [Request(ids, [100 * number + place for place in range(3)]) for numbe
 
 @pytest.fixture(scope="module")
 def model() -> LanguageModel:
-    model = LanguageModel(CONFIG, trains=False, seed=0).eval()
+    model = LanguageModel(CONFIG, trains=False, seed=0)
     with torch.no_grad():  # so that some completions end early
         model.network.lm_head.weight[1] *= 4.0
     return model

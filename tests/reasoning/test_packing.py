@@ -103,7 +103,7 @@ def gradients(actor: LanguageActor, shares: list[list[Group]]) -> tuple[float, l
         for rows in cut(part.samples, actor.config.algorithm.token_budget):
             each = actor._loss(part, totals, Sums(), rows)
             each.backward()
-            loss += float(each)
+            loss += float(each.detach())
     return loss, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
