@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -29,6 +29,7 @@ from embodied_rl.suite_policies import SCRIPTED, SuitePolicy, make_policy
 from embodied_rl.tracking import Tracker, WandbMode
 from envs import libero_rendering, libero_suites
 from envs.base import EnvError, EnvSettings, Episode, Observation
+from envs.experts.libero import is_scripted
 from envs.libero_suites import init_state_id
 from envs.pool import EnvPool
 
@@ -105,6 +106,10 @@ def suite_faults(run: SuiteRun, out: Path) -> list[Fault]:
         tasks = [task for task in run.tasks_of(suite) if task in known]
         for task in set(run.tasks_of(suite)) - set(known):
             faults.append(Fault("--tasks", task, f"{suite} has tasks 0 to {len(known) - 1}"))
+        if run.policy == "expert" and (beyond := [task for task in tasks if not is_scripted(suite, task)]):
+            scripted = ",".join(str(task) for task in tasks if task not in beyond)
+            problem = f"the expert only picks and places, and {suite} {beyond} is something else"
+            faults.append(Fault("--tasks", run.tasks, problem, f"--tasks {scripted}" if scripted else ""))
         stored = min((len(libero_suites.init_states(suite, task)) for task in tasks), default=0)
         if tasks and run.rules.trials > stored:
             problem = f"{suite} has {stored} stored init states for each task, and no trial is run twice"
@@ -163,7 +168,10 @@ def evaluate_suites(run: SuiteRun, out: Path, command: str) -> int:
     except KeyboardInterrupt:
         print(f"\n{len(done)} episodes are in {out}. Go on with: {command}", file=sys.stderr)
         raise
-    except (EnvError, OSError, ValueError) as error:
+    except ValueError as error:  # of what was asked for: going on would not help
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    except (EnvError, OSError) as error:
         print(f"\n{error}\nGo on with: {command}", file=sys.stderr)
         return 1
     return 0
@@ -184,7 +192,8 @@ def evaluate_from_options(policy: str, suites: str, out: Path | None, command: s
             given["tasks"] = tuple(int(word) for word in given["tasks"].split(","))
     except ValueError:
         faults.append(Fault("--tasks", given.pop("tasks"), "expected numbers separated by commas", "such as 0,3"))
-    run = SuiteRun(policy, chosen, **given)
+    exported = Path(policy, "pretrained")  # what a run that trains OpenVLA leaves
+    run = SuiteRun(str(exported) if exported.is_dir() else policy, chosen, **given)
     out = out or Path("evaluations", "_".join([Path(policy).name, *suites.split(","), run.protocol]))
     if faults := [*faults, *suite_faults(run, out)]:
         print_faults(faults, "the evaluation")
@@ -290,7 +299,7 @@ class _Runner:
         self._settings = env_settings(run, suite, policy)
         self._observation: Observation = {}
 
-    def run(self, envs: int) -> Any:
+    def run(self, envs: int) -> Iterator[SuiteEpisode]:
         """Yields each episode once it is stored."""
         pool = EnvPool(envs, STEP_TIMEOUT_S)
         try:
@@ -305,7 +314,7 @@ class _Runner:
         finally:
             pool.close()
 
-    def _chunk_step(self) -> Any:
+    def _chunk_step(self) -> Iterator[SuiteEpisode]:
         rows = [row for row, key in enumerate(self._keys) if key is not None]
         keys = [key for key in self._keys if key is not None]
         actions = np.zeros((self._env.num_envs, self._policy.chunk, self._env.spec.action.size), np.float32)
@@ -323,7 +332,7 @@ class _Runner:
             free.append(row)
         yield from self._begin([(row, self._free(row)) for row in free])
 
-    def _begin(self, free: list[tuple[int, int | None]]) -> Any:
+    def _begin(self, free: list[tuple[int, int | None]]) -> Iterator[SuiteEpisode]:
         """Give free envs, each with the task that it ran last, their next episodes."""
         while given := [(row, key) for row, task in free if (key := self._queue.next(task))]:
             for row, key in given:
@@ -349,7 +358,7 @@ class _Runner:
         key, self._keys[row] = self._keys[row], None
         return key[0] if key else None
 
-    def _crashed(self, row: int, why: str) -> Any:
+    def _crashed(self, row: int, why: str) -> Iterator[SuiteEpisode]:
         """Try the episode again, or record an error."""
         key = self._keys[row]
         assert key is not None

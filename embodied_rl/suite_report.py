@@ -115,14 +115,18 @@ def write_report(
 
 def print_result(rows: Sequence[Row], out: Path) -> None:
     """The table and where everything is."""
-    from rich.console import Console
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console, JustifyMethod
     from rich.table import Table
 
     fingerprints = json.loads((out / "fingerprint.json").read_text())
-    table = Table(title=_setting(fingerprints), title_justify="left")
-    for column in COLUMNS:
-        is_text = column in ("task", "instruction")
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis")
+    shown = [row.cells for row in rows]
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *shown, strict=True)]
+    table = Table(title=_setting(fingerprints), title_justify="left", box=SIMPLE_HEAD)
+    for column, width in zip(COLUMNS, widths, strict=True):
+        side: JustifyMethod = "left" if column in ("task", "instruction") else "right"
+        least = None if column == "instruction" else width
+        table.add_column(column, justify=side, min_width=least, no_wrap=True, overflow="ellipsis")
     for row in rows:
         table.add_row(*row.cells, style=None if "/" in row.name else "bold")
     Console().print(table)

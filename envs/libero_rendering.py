@@ -83,7 +83,6 @@ class Renderer:
         self._camera = mujoco.MjvCamera()
         self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
         self._drawing = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._drawing)
 
     def draw(self, snapshot: Snapshot, camera: str, size: int) -> np.ndarray:
         """What a camera of the model sees, uint8 [size, size, 3], the bottom row first."""
@@ -99,6 +98,7 @@ class Renderer:
             self._model, self._data, self._options, self._perturbation, self._camera, everything, self._scene
         )
         self._model.site_rgba[:] = sites
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._drawing)
         picture, viewport = np.empty((size, size, 3), np.uint8), mujoco.MjrRect(0, 0, size, size)
         mujoco.mjr_render(viewport, self._scene, self._drawing)
         mujoco.mjr_readPixels(picture, None, viewport, self._drawing)
@@ -113,7 +113,6 @@ class Renderer:
             self._model.vis.global_.offheight = max(size, self._model.vis.global_.offheight)
             self._drawing.free()
             self._drawing = mujoco.MjrContext(self._model, mujoco.mjtFontScale.mjFONTSCALE_150)
-            mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._drawing)
 
     def close(self) -> None:
         _context().make_current()  # what is freed has numbers, and so has what other contexts hold

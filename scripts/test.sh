@@ -11,7 +11,7 @@ case "${1:-}" in
         exit 0 ;;
 esac
 
-bash "$here/setup.sh"
+bash "$here/setup.sh" --extras maniskill,libero,dev
 source "$here/setup.sh"
 cd "$ROOT"
 

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ["scripts/setup.sh", "scripts/test.sh", "scripts/train_maniskill.sh", "scripts/sft_maniskill.sh", ".ci/run"]
+SCRIPTS = [
+    *(f"scripts/{name}.sh" for name in ("setup", "test", "train_maniskill", "sft_maniskill", "eval_libero")),
+    ".ci/run",
+]
 
 # Answers as Python and pip would. PIP_FAILS: a word of the pip command that fails. VULKAN: the fault, if any.
 STAND_IN_PYTHON = r"""#!/usr/bin/env bash
@@ -108,7 +111,7 @@ def test_script_has_valid_syntax_and_can_be_executed(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
 
 
-@pytest.mark.parametrize("script", ["setup.sh", "test.sh", "train_maniskill.sh", "sft_maniskill.sh"])
+@pytest.mark.parametrize("script", ["setup.sh", "test.sh", "train_maniskill.sh", "sft_maniskill.sh", "eval_libero.sh"])
 def test_help_explains_and_does_nothing(project: Project, script: str) -> None:
     done = project.run(script, "--help")
     assert done.returncode == 0

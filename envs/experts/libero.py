@@ -6,15 +6,18 @@ go; up to three tries. Lengths are in metres, directions in the world frame, z u
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from envs import libero_suites
 from envs.base import EnvError, EnvSettings
 from envs.experts import Expert
 
 ADVICE = 7
+PREDICATES = ("on", "in")
 GAIN, TURN_GAIN = 10.0, 4.0  # an action of 1 is 0.05 m and 0.5 rad
 OPEN, CLOSED = -1.0, 1.0
 SPAN = 0.075  # what fits between the fingers
@@ -30,6 +33,13 @@ RIM_SIDES = {"in the top drawer": 2, "next to the cookie box": 3}
 SIDES = np.array([[0.0, 1.0], [0.0, -1.0], [1.0, 0.0], [-1.0, 0.0]])
 
 Actions = Iterator[np.ndarray]
+
+
+def is_scripted(suite: str, task: int) -> bool:
+    """Whether a task's goal is one thing on or in another, which is what the expert tries."""
+    text = libero_suites.bddl_file(suite, task).read_text()
+    goals = re.findall(r"\((\w+)[^()]*\)", text.partition("(:goal")[2])
+    return len(goals) == 1 and goals[0].lower() in PREDICATES
 
 
 class LiberoExpert(Expert):
@@ -51,7 +61,7 @@ class LiberoDriver:
     def __init__(self, env: Any) -> None:
         goal = env.env.parsed_problem["goal_state"]
         held = goal[0][1] if goal else ""
-        if len(goal) != 1 or goal[0][0] not in ("on", "in") or held not in env.env.objects_dict:
+        if len(goal) != 1 or goal[0][0] not in PREDICATES or held not in env.env.objects_dict:
             raise EnvError(f"there is no scripted expert for {env.language_instruction!r}: it is not pick-and-place")
         side = next((side for words, side in RIM_SIDES.items() if words in _file_words(env)), 0)
         scene = _Scene(env, held, goal[0][2], inside=goal[0][0] == "in")

@@ -91,6 +91,7 @@ def test_the_fingerprint_says_what_was_measured(toy: Path, tmp_path: Path) -> No
         ({"suites": ("libero_spatail",)}, "--suite", "libero_spatial"),
         ({"tasks": (1, 12)}, "--tasks", "0 to 9"),
         ({"trials": 51}, "--trials", "50 stored init states"),
+        ({"policy": "expert", "tasks": (0, 1)}, "--tasks", "--tasks 1"),
         ({"protocol": "openvla_oft"}, "--protocol", "openvla-oft"),
         ({"policy": "openvla-tyni"}, "policy", "openvla-tiny"),
         ({"resume": True}, "--resume", "nothing to resume"),
