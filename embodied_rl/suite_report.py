@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from embodied_rl.evaluate_suite import SuiteEpisode, SuiteRun
 
 FPS = 20  # LIBERO's control rate
+WIDTH = 120  # of the table where it is not printed on a terminal
 COLUMNS = ("task", "k/n", "rate", "95 % interval", "errors", "steps", "instruction")
 
 
@@ -125,11 +127,11 @@ def print_result(rows: Sequence[Row], out: Path) -> None:
     table = Table(title=_setting(fingerprints), title_justify="left", box=SIMPLE_HEAD)
     for column, width in zip(COLUMNS, widths, strict=True):
         side: JustifyMethod = "left" if column in ("task", "instruction") else "right"
-        least = None if column == "instruction" else width
-        table.add_column(column, justify=side, min_width=least, no_wrap=True, overflow="ellipsis")
+        last = column == "instruction"  # takes what room there is left
+        table.add_column(column, justify=side, min_width=None if last else width, no_wrap=not last)
     for row in rows:
         table.add_row(*row.cells, style=None if "/" in row.name else "bold")
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
     print(_versions(fingerprints))
     print(f"report      {out / 'evaluation.html'}")
 
