@@ -234,7 +234,8 @@ def _resume_faults(config: Config, run_dir: Path, defaulted: Collection[str]) ->
     except AttributeError:
         return [Fault("--resume", str(checkpoint), "the configuration in its manifest.json is damaged", "")]
     new = flat(config.model_dump(mode="json"))
-    hint = f"to go on as it was: embodied-rl train {run_dir} --resume"
+    command = "train" if config.sft.data is None else "sft"
+    hint = f"to go on as it was: embodied-rl {command} {run_dir} --resume"
     faults = _rank_faults(config, str(old.get("placement")), checkpoint, hint)
     for key in dict.fromkeys((*new, *old)):
         if key.startswith(MAY_CHANGE) or key in defaulted or old.get(key) == new.get(key):

@@ -21,9 +21,10 @@ from test_openvla_training import SPEC, FakeContext
 
 from embodied_rl.config import Config
 from embodied_rl.data import DemonstrationRows
-from embodied_rl.sft import batches, split
+from embodied_rl.sft import FineTuningTeam, batches, split
 from embodied_rl.workers.imitator import Imitator
 from policies import openvla
+from scheduler.cluster import Cluster
 from scheduler.trace import Trace
 
 LAYER = {
@@ -110,6 +111,26 @@ def test_whole_episodes_are_held_out() -> None:
     assert set(held_out) in ({0, 1, 2}, {3, 4}, {5, 6, 7, 8})
     for share in (0.01, 0.99):
         assert all(map(len, split([3, 2], share, seed=0)))
+
+
+def test_two_actor_ranks_learn_what_one_does_and_rollout_workers_get_it(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    alone = make_imitator(data)
+    expected = iterate(alone, 2)
+    sft = alone.config.sft
+    rows, held_out = split([info.length for info in alone.demonstrations.episodes], sft.held_out, 0)
+    with Cluster(cpu_slots=2, timeout_s=120) as cluster:
+        team = FineTuningTeam(alone.config.model_copy(update={"placement": "actor: 0-1/1; rollout, env: all"}), cluster)
+        for iteration in range(2):
+            share = DemonstrationRows(batches(rows, iteration, sft.steps, sft.batch, 0), held_out)
+            assert team.imitate(iteration, share) == pytest.approx(expected[iteration], rel=1e-3)
+        learned, received = (group.state().result()[0]["policy"] for group in (team.actor, team.rollout))
+        team.close()
+    for name, value in alone.policy.learned_state().items():
+        torch.testing.assert_close(learned[name], value, rtol=1e-3, atol=1e-4)
+        assert torch.equal(learned[name], received[name])
 
 
 # ---------------------------------------------------------------------------------------------- the command
