@@ -100,12 +100,14 @@ def table(problems: Sequence[Judged], most: int) -> tuple[list[str], list[list[s
     """Columns and rows that show the first completion of some problems."""
     mark = {True: "right", False: "wrong", None: "undecided"}
     rows = [
-        [_text(p.prompt), p.completions[0], str(p.answers[0]), p.answer, mark[p.verdicts[0]]] for p in problems[:most]
+        [prompt_text(p.prompt), p.completions[0], str(p.answers[0]), p.answer, mark[p.verdicts[0]]]
+        for p in problems[:most]
     ]
     return ["prompt", "completion", "answer", "reference", "verdict"], rows
 
 
-def _text(prompt: Any) -> str:
+def prompt_text(prompt: Any) -> str:
+    """What the user says in a prompt."""
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 

@@ -184,7 +184,7 @@ class MathTraining:
     def _show(self, groups: list[Group]) -> None:
         """Some completions that were learned from, with their rewards."""
         rows = [
-            [evaluate._text(group.prompt.problem.prompt), c.text, json.dumps(c.rewards), f"{c.reward}"]
+            [evaluate.prompt_text(group.prompt.problem.prompt), c.text, json.dumps(c.rewards), f"{c.reward}"]
             for group in groups
             for c in group.completions[: self.config.evaluation.completions]
         ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from reasoning.answers import answer_of
@@ -114,6 +116,35 @@ def test_hostile_strings_are_never_right_and_leave_the_pool_alive() -> None:
         assert True not in verifier.verify_all([(text, r"\frac{1}{7}") for text in HOSTILE])
         assert True not in verifier.verify_all([("4", text) for text in HOSTILE])
         assert verifier.verify("1/7", r"\frac{1}{7}") is True
+
+
+def test_random_hostile_strings_leave_the_pool_alive_and_its_memory_bounded() -> None:
+    draw = random.Random(0)
+    pieces = [
+        r"\frac{",
+        "}{",
+        "}",
+        r"\sqrt{",
+        r"\boxed{",
+        "(",
+        ")",
+        "^",
+        "x",
+        "1",
+        "9",
+        "+",
+        "=",
+        r"\pm",
+        "!",
+        ",",
+        "%",
+        "∞",
+    ]
+    pairs = [("".join(draw.choices(pieces, k=draw.choice([3, 10, 40, 400]))), draw.choice(GOLD)) for _ in range(200)]
+    with Verifier(timeout_s=0.5) as verifier:
+        assert verifier.verify_all(pairs).count(True) <= 2  # a gold answer may come up by chance
+        memory = sum(child.memory_info().rss for child in psutil.Process().children())
+        assert verifier.verify("2/14", r"\frac{1}{7}") is True and memory < 1e9
 
 
 def test_works_in_a_thread() -> None:
