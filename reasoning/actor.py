@@ -201,11 +201,11 @@ class LanguageActor(ActorWorker):
 
     def _step(self, minibatch: _Batch, sums: Sums) -> bool:  # type: ignore[override]
         """One optimiser step."""
-        totals = self._normalisers(minibatch)  # type: ignore[arg-type]
+        totals = self._normalisers(minibatch)
         sums.begin_minibatch()
         self.optimizer.zero_grad()
         for rows in cut(minibatch.samples, self.config.algorithm.token_budget):
-            self._loss(minibatch, totals, sums, rows).backward()  # type: ignore[arg-type]
+            self._loss(minibatch, totals, sums, rows).backward()
         sums.add("losses/grad_norm", float(self._reduce_and_clip_gradients()))
         self.optimizer.step()
         return True

@@ -123,7 +123,7 @@ def _parse(text: str) -> Any:
     text = re.sub(r"(?<![\\A-Za-z])exp\s*\(([^()]*)\)", r"e^{\1}", text)
     text = re.sub(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text, percents = re.subn(r"\s*(?:\\?%|percent)\s*$", "", text)
-    found = parse(f"${text}$", parsing_timeout=None, fallback_mode="no_fallback")  # type: ignore[arg-type]
+    found = parse(f"${text}$", parsing_timeout=None, fallback_mode="no_fallback")
     if not found:
         return None
     return found[0] / 100 if percents else found[0]
