@@ -7,7 +7,6 @@ from html import escape
 
 from embodied_rl.report_charts import Series, line_chart
 from embodied_rl.report_data import Run
-from scheduler.plan import Plan
 
 
 def schedule(run: Run) -> str:
@@ -42,6 +41,8 @@ def _changes(run: Run) -> str:
 
 
 def _picture(run: Run) -> str:
+    from scheduler.plan import Plan  # with what draws trees in a terminal
+
     try:
         plan = Plan.from_yaml((run.path / "plan.yaml").read_text())
     except (OSError, ValueError):

@@ -157,7 +157,7 @@ class Leaser(Worker):
     def __init__(self) -> None:
         self.place = "device"
 
-    def hold(self, seconds: float, timeout: float | None = None, keep: bool = True) -> None:
+    def hold(self, seconds: float, timeout: float | None = None, keep: bool | None = None) -> None:
         with self.lease(timeout, keep):
             assert self.place == "device"
             time.sleep(seconds)
