@@ -90,6 +90,8 @@ class ModelPolicy(SuitePolicy):
 
         self._protocol, self._seed = protocol, seed
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self._device.type == "cpu":
+            torch.set_num_threads(1)  # the other cores are the env processes'
         known = openvla.read_config(checkpoint).norm_stats
         key = next((name for name in (suite, f"{suite}_no_noops") if name in known), None)
         options: dict[str, Any] = {"unnorm_key": key, "epsilon": protocol.epsilon, "gripper": "libero"}

