@@ -135,9 +135,7 @@ def evaluate(
     ] = "openvla-oft",
     trials: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Of each task; default: the protocol's.", rich_help_panel=_LIBERO, show_default=False
-        ),
+        typer.Option(min=1, help="Of each task; default: the protocol's.", rich_help_panel=_LIBERO, show_default=False),
     ] = None,
     tasks: Annotated[
         str | None,
@@ -160,9 +158,7 @@ def evaluate(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the evaluation in that directory.", rich_help_panel=_LIBERO)
     ] = False,
-    wandb: Annotated[
-        str, typer.Option(help="auto, online, offline or disabled.", rich_help_panel=_LIBERO)
-    ] = "auto",
+    wandb: Annotated[str, typer.Option(help="auto, online, offline or disabled.", rich_help_panel=_LIBERO)] = "auto",
 ) -> None:
     """Measure the success rate of a policy: of a run, in its env, or on LIBERO's suites under a published protocol.
 
