@@ -18,6 +18,7 @@ from rich.text import Text
 from embodied_rl.build import policy_options
 from embodied_rl.config import Config
 from embodied_rl.consistency import GROUPS, visible_devices
+from embodied_rl.planning import expected_plan
 from embodied_rl.preflight import unchecked
 from embodied_rl.schema import all_keys, flat
 from scheduler.placement import GroupPlacement, parse_placement
@@ -139,6 +140,7 @@ def _work(config: Config, plan: Plan) -> list[str]:
         f"batch    {plan.batch} chunk steps an iteration, {plan.batch * config.policy.chunk} env steps",
         f"updates  {plan.optimiser_steps} optimiser steps an iteration ({algorithm.epochs} epochs x "
         f"{algorithm.minibatches} minibatches), {iterations}",
+        f"schedule {expected_plan(config)}",
     ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from embodied_rl.config import Config
+from embodied_rl.consistency import visible_devices
 from embodied_rl.flows import training_flow
 from embodied_rl.profiles import known_profile, load_profile, machine_name, profiles_file, recipe_key
 from scheduler.device_space import DeviceSet, PlanError
@@ -65,14 +66,15 @@ def planned_flow(config: Config) -> Flow:
     return training_flow(config, *(PlannedGroup(name) for name in ("env", "rollout", "actor")))
 
 
-def expected_plan(config: Config, devices: int) -> str:
+def expected_plan(config: Config) -> str:
     """One line for a dry run: the plan that a run here would settle on, as far as that is known."""
     profile = known_profile(config)
     flow = planned_flow(config)
     if not set(flow.calls()) <= set(profile.samples):
         return "not measured on this machine yet: the first iterations measure, then it is planned"
     try:
-        plan = _plan(config, profile, flow, (DeviceSet("cpu", devices),))
+        count, kind = visible_devices(config) or (1, "gpu")
+        plan = _plan(config, profile, flow, (DeviceSet(kind, count),))
     except PlanError as error:
         return str(error).splitlines()[-1].strip()
     groups = ", ".join(map(str, plan.loop_groups.values()))
@@ -82,7 +84,8 @@ def expected_plan(config: Config, devices: int) -> str:
 def _plan(config: Config, profile: Profile, flow: Flow, sets: tuple[DeviceSet, ...]) -> Plan:
     if config.placement == "auto":
         return make_plan(flow, profile, sets, config.env.num_envs)
-    placed = parse_placement(config.placement, sum(s.count for s in sets), flow.groups())
+    (devices,) = sets
+    placed = parse_placement(config.placement, devices.count, flow.groups(), "cpu" if devices.kind == "cpu" else "gpu")
     return Plan.from_placement(flow, placed, profile, config.env.num_envs, sets)
 
 
