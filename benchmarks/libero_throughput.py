@@ -98,13 +98,16 @@ def resets(count: int, size: int) -> None:
         env = pool.vector_env(_settings(size), [0], chunk=8, auto_reset=False)
         process, start = psutil.Process(pool.pids[0]), time.monotonic()
         actions = np.full((1, 8, 7), STILL, np.float32)
-        print("episodes  episodes/min  memory (MB)")
+        print("episodes  episodes/min  CPU s/episode  memory (MB)")
+        every, cpu = max(1, count // 6), sum(process.cpu_times()[:2])
         for number in range(1, count + 1):
             env.reset(init_state_ids=[init_state_id(TASK, number % 50)])
             env.chunk_step(actions)
-            if number % max(1, count // 6) == 0:
-                minutes = (time.monotonic() - start) / 60
-                print(f"{number:8}  {number / minutes:12.1f}  {process.memory_info().rss / 1e6:11.0f}", flush=True)
+            if number % every == 0:
+                rate, used = 60 * every / (time.monotonic() - start), sum(process.cpu_times()[:2])
+                memory = process.memory_info().rss / 1e6
+                print(f"{number:8}  {rate:12.1f}  {(used - cpu) / every:13.3f}  {memory:11.0f}", flush=True)
+                start, cpu = time.monotonic(), used
     finally:
         pool.close()
 
