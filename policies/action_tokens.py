@@ -16,6 +16,9 @@ from torch import Tensor
 OFT_EPSILON = 1e-8
 """What OpenVLA-OFT adds to the range of an action dimension; OpenVLA adds nothing."""
 
+Bounds = Literal["quantiles", "extremes"]
+"""What becomes -1 and 1: the 1st and 99th percentile of a data set, or its least and greatest value."""
+
 Gripper = Literal["as_trained", "libero", "maniskill"]
 
 
@@ -73,7 +76,7 @@ class ActionStatistics:
     """Range of each action dimension in a data set.
 
     Attributes:
-        low, high: 1st and 99th percentile, float64 [A].
+        low, high: what becomes -1 and 1, float64 [A].
         mask: bool [A]; the dimensions that were normalised.
     """
 
@@ -94,12 +97,16 @@ class ActionStatistics:
         return torch.where(mask, 0.5 * (action.double() + 1) * (high - low + epsilon) + low, action.double())
 
 
-def action_statistics(norm_stats: dict[str, Any], key: str | None) -> ActionStatistics:
+def action_statistics(
+    norm_stats: dict[str, Any], key: str | None, bounds: Bounds = "quantiles", of: str = "action"
+) -> ActionStatistics:
     """The action statistics of a data set.
 
     Args:
         norm_stats: data set -> {"action": {"q01", "q99", "mask"?}, …}, as in a checkpoint.
         key: the data set; the form with `_no_noops` at its end is found too. None: the only one.
+        bounds: which of the statistics are the range.
+        of: `action`, or `proprio` for those of the state.
 
     Raises:
         UnknownStatistics: no such key, or none given where there are several. The message lists those known.
@@ -112,12 +119,14 @@ def action_statistics(norm_stats: dict[str, Any], key: str | None) -> ActionStat
     found = next((name for name in (key, f"{key}_no_noops") if name in norm_stats), None)
     if found is None:
         raise UnknownStatistics(f"no action statistics of {key!r} in the checkpoint; known: {known}")
-    action = norm_stats[found]["action"]
-    low, high = (torch.tensor(action[name], dtype=torch.float64) for name in ("q01", "q99"))
-    mask = torch.tensor(action.get("mask", [True] * len(low)), dtype=torch.bool)
+    if of not in norm_stats[found]:
+        raise UnknownStatistics(f"the statistics of {found!r} have no {of!r}; known: {', '.join(norm_stats[found])}")
+    values, names = norm_stats[found][of], {"quantiles": ("q01", "q99"), "extremes": ("min", "max")}[bounds]
+    low, high = (torch.tensor(values[name], dtype=torch.float64) for name in names)
+    mask = torch.tensor(values.get("mask", [True] * len(low)), dtype=torch.bool)
     if not low.shape == high.shape == mask.shape:
         raise ValueError(
-            f"statistics of {found!r}: q01, q99 and mask have {len(low)}, {len(high)} and {len(mask)} entries"
+            f"statistics of {found!r}: {', '.join(names)} and mask have {len(low)}, {len(high)} and {len(mask)} entries"
         )
     return ActionStatistics(low, high, mask)
 

@@ -46,7 +46,7 @@ class PolicyOutput:
         action: float32 [N, C, A], ready for the env.
         token: what was sampled; `evaluate` takes it back. Here [N, C, A].
         logprob: [N, C, A].
-        value: [N].
+        value: [N], or [N, C].
     """
 
     action: Tensor
@@ -101,7 +101,12 @@ class Policy(nn.Module):
         """Take in the observations of one iteration (leading dimensions as `valid`), for running statistics."""
 
 
-KINDS = {"mlp": "policies.mlp:MLPPolicy", "cnn": "policies.cnn:CNNPolicy", "openvla": "policies.openvla:build"}
+KINDS = {
+    "mlp": "policies.mlp:MLPPolicy",
+    "cnn": "policies.cnn:CNNPolicy",
+    "openvla": "policies.openvla:build",
+    "openvla_oft": "policies.openvla_oft:build",
+}
 
 
 def make(settings: PolicySettings, seed: int) -> Policy:

@@ -17,18 +17,25 @@ class ValueHead(nn.Module):
         hidden: widths of the layers between.
         position: which of the states is read. `first`: the last prompt token, which no action influences; best in
             RL4VLA's comparison. `last`: the one that predicts the last action token. `mean`: of all.
+        actions: a value for each of that many actions of a chunk (RLinf-VLA, 2510.06710); None: one for the chunk.
     """
 
-    def __init__(self, width: int, hidden: tuple[int, ...] = (512, 128), position: ValuePosition = "first") -> None:
+    def __init__(
+        self,
+        width: int,
+        hidden: tuple[int, ...] = (512, 128),
+        position: ValuePosition = "first",
+        actions: int | None = None,
+    ) -> None:
         super().__init__()
         if position not in ("first", "last", "mean"):
             raise ValueError(f"unknown value position {position!r}; expected first, last or mean")
-        self.position = position
+        self.position, self.actions = position, actions
         layers: list[nn.Module] = []
         for size in hidden:
             layers += [nn.Linear(width, size), nn.GELU()]
             width = size
-        self.layers = nn.Sequential(*layers, nn.Linear(width, 1, bias=False))
+        self.layers = nn.Sequential(*layers, nn.Linear(width, actions or 1, bias=False))
         for layer in self.layers:
             if isinstance(layer, nn.Linear):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
@@ -36,6 +43,10 @@ class ValueHead(nn.Module):
                     nn.init.zeros_(layer.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states [N, tokens, width] -> value float32 [N]. Under `first`, later states may be left out."""
+        """Hidden states [N, tokens, width] -> value float32 [N] or [N, actions].
+
+        Under `first`, later states may be left out.
+        """
         state = {"first": hidden[:, 0], "last": hidden[:, -1], "mean": hidden.mean(1)}[self.position]
-        return self.layers(state.float()).squeeze(-1)
+        value = self.layers(state.float())
+        return value.squeeze(-1) if self.actions is None else value

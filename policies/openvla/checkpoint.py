@@ -11,7 +11,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from policies.lora import merged_state_dict
 from policies.openvla.config import OpenVLAConfig
 from policies.openvla.processor import Processor
 from policies.state_dicts import Shapes, shapes, state_faults
@@ -55,17 +54,17 @@ def check_weights(model: nn.Module, directory: Path) -> list[Path]:
 
 def save_checkpoint(
     directory: Path,
-    model: nn.Module,
+    state: dict[str, Tensor],
     config: OpenVLAConfig,
     processor: Processor,
     beside: Path | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write a checkpoint in the published format, adapters merged into the weights, data types as they are.
+    """Write a checkpoint in the published format, data types as they are.
 
     Args:
         directory: where to.
-        model, config, processor: what to write.
+        state, config, processor: what to write; weights without adapters.
         beside: the checkpoint it came from; its code and the settings of its tokenizer are copied.
         shard_bytes: a larger model is written in several files.
 
@@ -78,7 +77,6 @@ def save_checkpoint(
     for file in beside.iterdir() if beside else ():
         if file.suffix in (".json", ".py", ".model") and file.name != _INDEX:
             shutil.copyfile(file, directory / file.name)
-    state = merged_state_dict(model)
     _save_weights(directory, state, shard_bytes)
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
     written = {**config.written, "norm_stats": config.norm_stats, "torch_dtype": dtype}

@@ -139,9 +139,9 @@ class OpenVLAConfig:
         )
 
     @staticmethod
-    def read(directory: Path) -> OpenVLAConfig:
+    def read(directory: Path, keep_base_statistics: bool = False) -> OpenVLAConfig:
         """Read `config.json`, and `dataset_statistics.json` where it exists: a fine-tuned model's own statistics
-        replace those of its base.
+        replace those of its base, or are added to them.
 
         Raises:
             FileNotFoundError: there is no `config.json`.
@@ -153,5 +153,6 @@ class OpenVLAConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
         statistics = directory / "dataset_statistics.json"
         if statistics.is_file():
-            raw["norm_stats"] = json.loads(statistics.read_text(encoding="utf-8"))
+            base = (raw.get("norm_stats") or {}) if keep_base_statistics else {}
+            raw["norm_stats"] = {**base, **json.loads(statistics.read_text(encoding="utf-8"))}
         return OpenVLAConfig.from_dict(raw, str(path))

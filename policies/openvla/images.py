@@ -75,10 +75,10 @@ def lanczos(images: Tensor) -> Tensor:
 
 
 def normalise(images: Tensor, means: Sequence[Sequence[float]], stds: Sequence[Sequence[float]]) -> Tensor:
-    """Images uint8 [N, 3, H, W] -> float32 [N, 3 * towers, H, W], with one mean and one deviation for each tower."""
+    """Images uint8 [..., 3, H, W] -> float32 [..., 3 * towers, H, W], with a mean and a deviation for each tower."""
     scaled = images.float() / 255
     column = lambda values: torch.tensor(values, device=images.device)[:, None, None]  # noqa: E731
-    return torch.cat([(scaled - column(mean)) / column(std) for mean, std in zip(means, stds, strict=True)], dim=1)
+    return torch.cat([(scaled - column(mean)) / column(std) for mean, std in zip(means, stds, strict=True)], dim=-3)
 
 
 def _bicubic(images: Tensor, height: int, width: int) -> Tensor:

@@ -50,15 +50,16 @@ class Decoder(nn.Module):
         self.gradient_checkpointing = False
 
     def forward(
-        self, x: Tensor, positions: Tensor, mask: Tensor, past: list[KeyValue] | None = None
+        self, x: Tensor, positions: Tensor, mask: Tensor, past: list[KeyValue] | None = None, keep: bool = True
     ) -> tuple[Tensor, list[KeyValue]]:
         """Run S tokens after the ones in `past`.
 
         Args:
             x: embeddings [N, S, D].
             positions: [N, S].
-            mask: bool [N, 1, S, K]; which of all K keys, past ones first, a token attends to.
+            mask: bool [N, 1, S or 1, K]; which of all K keys, past ones first, a token attends to.
             past: keys and values of each layer, [N, heads, K - S, head dim].
+            keep: return keys and values.
 
         Returns:
             Hidden states after the final norm [N, S, D], and keys and values of each layer for all K tokens.
@@ -71,7 +72,8 @@ class Decoder(nn.Module):
                 x, key_value = checkpoint(layer, *inputs, use_reentrant=False)
             else:
                 x, key_value = layer(*inputs)
-            keys_values.append(key_value)
+            if keep:
+                keys_values.append(key_value)
         return self.norm(x), keys_values
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from policies.openvla.action_policy import prepare_training
 from policies.openvla.config import OpenVLAConfig
 from policies.openvla.llama import Decoder
 from policies.openvla.model import Context, OpenVLA
-from policies.openvla.policy import prepare_training
 from policies.openvla.settings import OpenVLASettings
 from policies.sampling import Sampling
 from policies.value_head import ValueHead

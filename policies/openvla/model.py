@@ -32,8 +32,8 @@ class Context:
     mask: Tensor
 
 
-class OpenVLA(nn.Module):
-    """The network alone: ids and normalised pixels in, hidden states and logits out."""
+class Prismatic(nn.Module):
+    """Vision towers, projector and language model, with the tensor names of published checkpoints."""
 
     def __init__(self, config: OpenVLAConfig, attention: Attention = "sdpa") -> None:
         super().__init__()
@@ -43,6 +43,10 @@ class OpenVLA(nn.Module):
         self.language_model = Llama(config.text, attention)
         for parameter in self.vision_backbone.unused():
             parameter.requires_grad_(False)
+
+
+class OpenVLA(Prismatic):
+    """The network alone: ids and normalised pixels in, hidden states and logits out."""
 
     def read(self, ids: Tensor, mask: Tensor, pixels: Tensor) -> Context:
         """Read images and prompts.

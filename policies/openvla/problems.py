@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from policies.action_tokens import UnknownStatistics, action_statistics
 from policies.openvla.checkpoint import CheckpointError, check_weights
-from policies.openvla.config import ConfigError
+from policies.openvla.config import ConfigError, OpenVLAConfig
 from policies.openvla.model import OpenVLA
 from policies.openvla.policy import adapted_modules, read_config
 from policies.openvla.presets import PRESETS
 from policies.openvla.prompts import PromptTokenizer
 from policies.openvla.settings import OpenVLASettings
 
-_EXPECTED = (FileNotFoundError, ConfigError, CheckpointError, UnknownStatistics, ValueError)
+EXPECTED = (FileNotFoundError, ConfigError, CheckpointError, UnknownStatistics, ValueError)
+"""What a checkpoint or an option that does not fit raises."""
+
+Settings = TypeVar("Settings", bound=OpenVLASettings)
 
 
 def problems(checkpoint: str, settings: OpenVLASettings) -> Iterator[tuple[str, str]]:
@@ -28,10 +31,24 @@ def problems(checkpoint: str, settings: OpenVLASettings) -> Iterator[tuple[str, 
     """
     try:
         config = read_config(checkpoint)
-    except _EXPECTED as error:
+    except EXPECTED as error:
         yield "checkpoint", str(error)
         return
     directory = None if checkpoint in PRESETS else Path(checkpoint)
+    for option, check in shared_checks(config, directory, settings, adapted_modules):
+        try:
+            check()
+        except EXPECTED as error:
+            yield option, str(error)
+
+
+def shared_checks(
+    config: OpenVLAConfig,
+    directory: Path | None,
+    settings: Settings,
+    adapted: Callable[[OpenVLAConfig, Settings], object],
+) -> list[tuple[str, Callable[[], object]]]:
+    """Options, and what raises one of `EXPECTED` if they do not fit the checkpoint; `adapted` as `adapted_modules`."""
 
     def tokenizer() -> None:
         if directory is not None:
@@ -45,17 +62,12 @@ def problems(checkpoint: str, settings: OpenVLASettings) -> Iterator[tuple[str, 
             check_weights(network, directory)
 
     def adapters(**only: Any) -> Callable[[], object]:
-        return lambda: adapted_modules(config, replace(settings, **only))
+        return lambda: adapted(config, replace(settings, **only))
 
-    checks: dict[str, Callable[[], object]] = {
-        "tokenizer": tokenizer,
-        "unnorm_key": lambda: action_statistics(config.norm_stats, settings.unnorm_key),
-        "checkpoint": weights,
-        "lora": adapters(adapter=None),
-        "adapter": adapters(lora=None),
-    }
-    for option, check in checks.items():
-        try:
-            check()
-        except _EXPECTED as error:
-            yield option, str(error)
+    return [
+        ("tokenizer", tokenizer),
+        ("unnorm_key", lambda: action_statistics(config.norm_stats, settings.unnorm_key)),
+        ("checkpoint", weights),
+        ("lora", adapters(adapter=None)),
+        ("adapter", adapters(lora=None)),
+    ]

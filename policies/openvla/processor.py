@@ -28,7 +28,13 @@ class Processor:
         center_crop: show the model the middle 90 % of each image, as evaluations of models do that were trained with
             random crops.
         view: which camera is shown.
+
+    Attributes:
+        reads: what observations must have.
+        views: cameras that are read.
     """
+
+    reads: tuple[str, ...] = ("image", "instruction")
 
     def __init__(
         self,
@@ -40,7 +46,8 @@ class Processor:
         view: int = 0,
     ) -> None:
         self.written = written or _published(config)
-        self.tokenizer, self.lanczos, self.center_crop, self.view = tokenizer, lanczos, center_crop, view
+        self.tokenizer, self.lanczos, self.center_crop = tokenizer, lanczos, center_crop
+        self.views: tuple[int, ...] = (view,)
         self.size: int = config.image_size
         self.strategy = self.written["image_resize_strategy"]
         if self.strategy not in ("resize-naive", "letterbox", "resize-crop"):
@@ -67,7 +74,7 @@ class Processor:
         """
         if "pixels" in observation:
             return observation
-        for key in ("image", "instruction"):
+        for key in self.reads:
             if key not in observation:
                 raise KeyError(
                     f"OpenVLA reads `{key}`; the observation has {', '.join(sorted(observation)) or 'nothing'}"
@@ -75,15 +82,21 @@ class Processor:
         image, instructions = torch.as_tensor(observation["image"]), observation["instruction"]
         if image.dtype != torch.uint8:
             raise TypeError(f"`image` is {image.dtype}; expected torch.uint8 with values from 0 to 255")
-        if image.dim() != 5 or image.shape[-1] != 3 or image.shape[1] <= self.view:
-            raise ValueError(f"`image` is {list(image.shape)}; expected [N, more than {self.view} views, H, W, 3]")
+        if image.dim() != 5 or image.shape[-1] != 3 or image.shape[1] <= max(self.views):
+            raise ValueError(
+                f"`image` is {list(image.shape)}; expected [N, more than {max(self.views)} views, H, W, 3]"
+            )
         if isinstance(instructions, str) or len(instructions) != len(image):
             given = "one string" if isinstance(instructions, str) else f"{len(instructions)} instructions"
             raise ValueError(f"{given} for {len(image)} images; expected a list of one string for each")
         return {
-            "pixels": self.resize(image[:, self.view].permute(0, 3, 1, 2)),
+            "pixels": self.pixels(image),
             "prompt": self.tokenizer(instructions).to(image.device),
         }
+
+    def pixels(self, image: Tensor) -> Tensor:
+        """What is shown of images uint8 [N, V, H, W, 3]: uint8 [N, 3, size, size]."""
+        return self.resize(image[:, self.views[0]].permute(0, 3, 1, 2))
 
     def resize(self, image: Tensor) -> Tensor:
         """Crop and resize uint8 [N, 3, H, W] -> [N, 3, size, size]."""
@@ -94,7 +107,7 @@ class Processor:
         return images.resize(image, self.size, self.strategy, self.fill)
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """Pixels uint8 [N, 3, size, size] -> what the vision towers see, float32 [N, 3 * towers, size, size]."""
+        """Pixels uint8 [..., 3, size, size] -> what the vision towers see, float32 [..., 3 * towers, size, size]."""
         return images.normalise(pixels, self.means, self.stds)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 
@@ -65,11 +65,11 @@ class OpenVLASettings:
     frozen: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
-        _require("attention", self.attention, get_args(Attention))
-        _require("dtype", self.dtype, (None, *get_args(Dtype)))
-        _require("gripper", self.gripper, get_args(Gripper))
+        require("attention", self.attention, get_args(Attention))
+        require("dtype", self.dtype, (None, *get_args(Dtype)))
+        require("gripper", self.gripper, get_args(Gripper))
         for part in self.frozen:
-            _require("frozen", part, get_args(Part))
+            require("frozen", part, get_args(Part))
         given = [name for name in ("lora", "adapter", "frozen") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given; adapters freeze all else, `adapter` is a stored one")
@@ -79,22 +79,23 @@ class OpenVLASettings:
         """`dtype` as PyTorch's."""
         return None if self.dtype is None else getattr(torch, self.dtype)
 
-    @staticmethod
-    def from_options(options: dict[str, Any]) -> OpenVLASettings:
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> Self:
         """From a dictionary; `lora` may be one too.
 
         Raises:
             ValueError: an option that does not exist, or has a value that it may not have.
         """
-        for kind, given in ((OpenVLASettings, options), (LoRASettings, options.get("lora"))):
+        for kind, given in ((cls, options), (LoRASettings, options.get("lora"))):
             known = [field.name for field in fields(kind)]
             unknown = sorted(set(given) - set(known)) if isinstance(given, dict) else []
             if unknown:
                 raise ValueError(f"unknown options {unknown} of {kind.__name__}; known: {', '.join(known)}")
         lora = options.get("lora")
-        return OpenVLASettings(**{**options, "lora": LoRASettings(**lora) if isinstance(lora, dict) else lora})
+        return cls(**{**options, "lora": LoRASettings(**lora) if isinstance(lora, dict) else lora})
 
 
-def _require(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+def require(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Raise a ValueError that names an option whose value is not allowed."""
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}")

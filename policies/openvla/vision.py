@@ -38,18 +38,21 @@ class VisionBackbone(nn.Module):
         """The vision transformers, in the order of their pixel channels."""
         return list(self.children())
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Pixels [N, 3 * towers, H, W] -> features [N, P, width], the towers' features one after the other."""
-        images = pixels.split(3, dim=1)
-        return torch.cat([self._features(tower, x) for tower, x in zip(self.towers, images, strict=True)], dim=-1)
+    def forward(self, pixels: Tensor, *condition: Tensor) -> Tensor:
+        """Pixels [N, 3 * towers, H, W] -> features [N, P, width], the towers' features one after the other.
 
-    def _features(self, tower: Any, image: Tensor) -> Tensor:
+        `condition`: what blocks take beside their input, if they were replaced by such that do.
+        """
+        images = zip(self.towers, pixels.split(3, dim=1), strict=True)
+        return torch.cat([self._features(tower, image, condition) for tower, image in images], dim=-1)
+
+    def _features(self, tower: Any, image: Tensor, condition: tuple[Tensor, ...]) -> Tensor:
         x = tower.norm_pre(tower._pos_embed(tower.patch_embed(image)))
         for block in tower.blocks[:-1]:
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, *condition, use_reentrant=False)
             else:
-                x = block(x)
+                x = block(x, *condition)
         return x[:, tower.num_prefix_tokens :]
 
     def unused(self) -> list[nn.Parameter]:

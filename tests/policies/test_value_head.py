@@ -29,6 +29,12 @@ def test_the_published_head_has_two_hidden_layers_and_no_last_bias() -> None:
     }
 
 
+def test_each_action_of_a_chunk_can_have_a_value() -> None:
+    head = ValueHead(16, (8,), actions=5)
+    assert head(HIDDEN).shape == (3, 5)
+    assert ValueHead(16, (8,), actions=1)(HIDDEN).shape == (3, 1)
+
+
 def test_half_precision_states_are_valued_in_float32() -> None:
     head = ValueHead(16, ())
     value = head(HIDDEN.bfloat16())

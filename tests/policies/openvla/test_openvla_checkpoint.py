@@ -20,7 +20,8 @@ from policies.openvla.config import ConfigError
 def sharded(tmp_path: Path) -> Path:
     """The golden model in several files."""
     policy = golden_policy()
-    save_checkpoint(tmp_path / "sharded", policy.network, policy.config, policy.processor, shard_bytes=3 * 10**6)
+    state = policy.network.state_dict()
+    save_checkpoint(tmp_path / "sharded", state, policy.config, policy.processor, shard_bytes=3 * 10**6)
     return tmp_path / "sharded"
 
 
