@@ -75,11 +75,11 @@ class Policy(nn.Module):
 
     @abstractmethod
     def evaluate(self, observation: Observation, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob [N, C, A], entropy [N, C, A] and value [N] of what was sampled; differentiable."""
+        """Log-prob [N, C, A], entropy [N, C, A] and value [N] or [N, C] of what was sampled; differentiable."""
 
     @abstractmethod
     def value(self, observation: Observation) -> Tensor:
-        """Value [N]."""
+        """Value [N] or [N, C]."""
 
     def prepare(self, observation: Observation) -> Observation:
         """What the other methods need of an observation; they take either. Tensors only, so that it can be stored."""

@@ -21,6 +21,7 @@ from policies.openvla.settings import OpenVLASettings
 EXPECTED = (FileNotFoundError, ConfigError, CheckpointError, UnknownStatistics, ValueError)
 """What a checkpoint or an option that does not fit raises."""
 
+Check = tuple[str, Callable[[], object]]
 Settings = TypeVar("Settings", bound=OpenVLASettings)
 
 
@@ -35,7 +36,12 @@ def problems(checkpoint: str, settings: OpenVLASettings) -> Iterator[tuple[str, 
         yield "checkpoint", str(error)
         return
     directory = None if checkpoint in PRESETS else Path(checkpoint)
-    for option, check in shared_checks(config, directory, settings, adapted_modules):
+    yield from failures(shared_checks(config, directory, settings, adapted_modules))
+
+
+def failures(checks: list[Check]) -> Iterator[tuple[str, str]]:
+    """Options whose checks raise, and what."""
+    for option, check in checks:
         try:
             check()
         except EXPECTED as error:
@@ -47,7 +53,7 @@ def shared_checks(
     directory: Path | None,
     settings: Settings,
     adapted: Callable[[OpenVLAConfig, Settings], object],
-) -> list[tuple[str, Callable[[], object]]]:
+) -> list[Check]:
     """Options, and what raises one of `EXPECTED` if they do not fit the checkpoint; `adapted` as `adapted_modules`."""
 
     def tokenizer() -> None:

@@ -68,7 +68,7 @@ class OpenVLAOFT(Prismatic):
         after = ids.new_full((len(ids), int(ends)), _END)
         words = self.language_model.model.embed_tokens(torch.cat([ids, after], dim=1))
         mask = torch.cat([mask, torch.ones_like(after, dtype=torch.bool)], dim=1)
-        seen = self._patches(pixels, self._language(words, mask))
+        seen = self._patches(pixels, words, mask)
         if state is not None:
             seen = torch.cat([seen, self.proprio_projector(state)[:, None]], dim=1)
 
@@ -97,13 +97,14 @@ class OpenVLAOFT(Prismatic):
         positions = mask.long().cumsum(1) - 1
         return self.language_model.model(x, positions, mask[:, None, None], keep=False)[0]
 
-    def _patches(self, pixels: Tensor, language: Tensor) -> Tensor:
+    def _patches(self, pixels: Tensor, words: Tensor, mask: Tensor) -> Tensor:
         """Embeddings of the patches of all views, [N, V * P, D]."""
-        condition = (language,) if self.settings.film else ()
+        condition = (_language(words, mask),) if self.settings.film else ()
         features = [self.vision_backbone(view, *condition) for view in pixels.unbind(1)]
         return self.projector(torch.cat(features, dim=1))
 
-    def _language(self, words: Tensor, mask: Tensor) -> Tensor:
-        """Mean embedding of all words that are no pads and no slots, [N, D]."""
-        kept = torch.where(mask[..., None], words.float(), 0.0)
-        return (kept.sum(1) / mask.sum(1, keepdim=True)).to(words.dtype)
+
+def _language(words: Tensor, mask: Tensor) -> Tensor:
+    """Mean embedding [N, D] of the words [N, L, D] that are no pads."""
+    kept = torch.where(mask[..., None], words.float(), 0.0)
+    return (kept.sum(1) / mask.sum(1, keepdim=True)).to(words.dtype)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from policies.openvla.problems import EXPECTED, shared_checks
+from policies.openvla.problems import EXPECTED, failures, shared_checks
 from policies.openvla_oft.checkpoint import check_side_files
 from policies.openvla_oft.model import OpenVLAOFT
 from policies.openvla_oft.policy import PRESETS, adapted_modules, module_sizes, read_config
@@ -38,9 +38,4 @@ def problems(checkpoint: str, settings: OpenVLAOFTSettings) -> Iterator[tuple[st
                 names = network.add_modules(*sizes)
             check_side_files(network, names, directory)
 
-    checks = [*shared_checks(config, directory, settings, adapted_modules), ("checkpoint", side_files)]
-    for option, check in checks:
-        try:
-            check()
-        except EXPECTED as error:
-            yield option, str(error)
+    yield from failures([*shared_checks(config, directory, settings, adapted_modules), ("checkpoint", side_files)])
