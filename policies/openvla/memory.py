@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from policies.openvla.action_policy import prepare_training
 from policies.openvla.config import OpenVLAConfig
 from policies.openvla.llama import Decoder
-from policies.openvla.model import Context, OpenVLA
+from policies.openvla.model import Context, OpenVLA, Prismatic
 from policies.openvla.settings import OpenVLASettings
 from policies.sampling import Sampling
 from policies.value_head import ValueHead
@@ -73,27 +73,50 @@ def estimate_memory(
         prompt_length: tokens of a prompt.
         action_size: tokens of an action.
     """
-    dtype = settings.torch_dtype or config.dtype
     with torch.device("meta"):
-        network = OpenVLA(config, settings.attention).to(dtype)
+        network = OpenVLA(config, settings.attention).to(settings.torch_dtype or config.dtype)
         critic = ValueHead(config.text.hidden_size, settings.value_hidden, settings.value_position)
+
+    def states(samples: int) -> Context:
+        ids = torch.ones(samples, prompt_length, dtype=torch.long)
+        pixels = torch.ones(samples, 3 * len(config.timm_ids), config.image_size, config.image_size)
+        context = network.read(ids, ids.bool(), pixels.to(network.language_model.model.norm.weight))
+        extended = network.extend(context, ids.new_ones(samples, action_size - 1))
+        return replace(extended, hidden=torch.cat([context.hidden[:, -1:], extended.hidden], dim=1))
+
+    length = network.vision_backbone.num_patches + prompt_length
+    return estimate(network, critic, settings, states, batch, micro_batch, length)
+
+
+def estimate(
+    network: Prismatic,
+    critic: ValueHead,
+    settings: OpenVLASettings,
+    states: Callable[[int], Context],
+    batch: int,
+    micro_batch: int,
+    length: int,
+) -> MemoryEstimate:
+    """What a network and a critic on the meta device would need.
+
+    Args:
+        network, critic: on the meta device, nothing frozen yet.
+        settings: of the policy.
+        states: number of samples -> the hidden states that predict all tokens of an action, and what is cached.
+        batch, micro_batch: see `estimate_memory`.
+        length: tokens in the longest pass through the language model.
+    """
+    config, dtype = network.config, network.language_model.model.norm.weight.dtype
+    with torch.device("meta"):
         prepare_training(network, settings)
 
-        def states(samples: int) -> tuple[Context, Tensor]:
-            ids = torch.ones(samples, prompt_length, dtype=torch.long)
-            pixels = torch.ones(samples, 3 * len(config.timm_ids), config.image_size, config.image_size)
-            context = network.read(ids, ids.bool(), pixels.to(dtype))
-            extended = network.extend(context, ids.new_ones(samples, action_size - 1))
-            return extended, torch.cat([context.hidden[:, -1:], extended.hidden], dim=1)
-
         def loss() -> None:
-            _, hidden = states(micro_batch)
+            hidden = states(micro_batch).hidden
             logits = network.language_model.logits(hidden, slice(0, config.num_bins))
             log_p = Sampling().log_probabilities(logits)
             (log_p.exp() * log_p).sum() + critic(hidden).sum()
 
         def one_layer() -> None:
-            length = network.vision_backbone.num_patches + prompt_length
             x = torch.ones(micro_batch, length, config.text.hidden_size, dtype=dtype)
             decoder = Decoder(replace(config.text, num_hidden_layers=1), settings.attention).to(dtype)
             mask = torch.ones(micro_batch, 1, length, length, dtype=torch.bool)
@@ -104,7 +127,7 @@ def estimate_memory(
         if settings.gradient_checkpointing:  # one layer at a time is there in full
             activations += _kept_bytes(one_layer, [])
         with torch.no_grad(), _FusedAttention():
-            keys_values = [x for pair in states(batch)[0].keys_values for x in pair]
+            keys_values = [x for pair in states(batch).keys_values for x in pair]
             with FlopCounterMode(display=False) as counter:
                 states(1)
     trained = sum(p.nbytes for p in parameters if p.requires_grad)

@@ -206,14 +206,18 @@ class OpenVLAOFTPolicy(ActionTokenPolicy):
         )
 
     def _make_critic(self) -> ValueHead:
-        settings = self.settings
-        actions = settings.chunk if settings.value_of == "action" else None
-        return ValueHead(self.config.text.hidden_size, settings.value_hidden, settings.value_position, actions)
+        return make_critic(self.config, self.settings)
 
     def save_pretrained(self, directory: str | Path) -> None:
         main, parts = split_state(merged_state_dict(self.network), self.side_modules)
         save_checkpoint(Path(directory), main, self.config, self.processor, beside=self.directory)
         save_side_files(Path(directory), parts)
+
+
+def make_critic(config: OpenVLAConfig, settings: OpenVLAOFTSettings) -> ValueHead:
+    """The value head that the settings ask for."""
+    actions = settings.chunk if settings.value_of == "action" else None
+    return ValueHead(config.text.hidden_size, settings.value_hidden, settings.value_position, actions)
 
 
 def module_sizes(config: OpenVLAConfig, settings: OpenVLAOFTSettings) -> tuple[int, int]:
