@@ -156,7 +156,7 @@ def test_disaggregated_placement_learns_the_same_parameters(unbroken: Path, tmp_
 
 def test_deterministic_runs_do_not_depend_on_pipeline_stages(tmp_path: Path) -> None:
     runs = []
-    for stages in (1, 2, 4):
+    for stages in (1, 4):
         words = ["deterministic=true", f"rollout.pipeline_stages={stages}", "env.processes=1"]
         runs.append(complete(tmp_path / str(stages), *words))
     assert lines(runs[0]) == lines(runs[1]) == lines(runs[2])
