@@ -159,8 +159,8 @@ def test_deterministic_runs_do_not_depend_on_pipeline_stages(tmp_path: Path) -> 
     for stages in (1, 4):
         words = ["deterministic=true", f"rollout.pipeline_stages={stages}", "env.processes=1"]
         runs.append(complete(tmp_path / str(stages), *words))
-    assert lines(runs[0]) == lines(runs[1]) == lines(runs[2])
-    assert parameters(runs[0]) == parameters(runs[1]) == parameters(runs[2])
+    assert lines(runs[0]) == lines(runs[1])
+    assert parameters(runs[0]) == parameters(runs[1])
 
 
 def test_two_actor_ranks_learn_what_one_learns(tmp_path: Path) -> None:

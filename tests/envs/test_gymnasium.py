@@ -88,7 +88,7 @@ def test_images_are_the_rendered_frames(render: bool) -> None:
     [
         (EnvSettings("gymnasium", "NoSuch-v0"), "cannot make NoSuch-v0"),
         (EnvSettings("gymnasium", "FrozenLake-v1"), "only Box observations"),
-        (EnvSettings("gymnastics", "CartPole-v1"), "unknown env kind 'gymnastics'; known: maniskill, libero, gymnasium"),
+        (EnvSettings("gymnastics", "CartPole-v1"), "kind 'gymnastics'; known: maniskill, libero, gymnasium"),
         (EnvSettings("toy:Missing", "x"), "'toy:Missing' cannot be imported"),
         (EnvSettings("no_such_module:Env", "x"), "cannot be imported: No module named 'no_such_module'"),
     ],
