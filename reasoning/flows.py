@@ -2,7 +2,7 @@
 
 training      sampler.generate -> judge.score -> (actor.refer) -> actor.update -> sampler.load_weights
 evaluation    sampler.generate -> judge.score
-weights       actor.weights -> sampler.load_weights, where there is no update before
+weights       `embodied_rl.flows.weights_flow`, where there is no update before
 
 An item is a prompt, then the group of its completions. Groups are judged while others are still being sampled.
 Arguments `sampler`, `judge` and `actor` are worker groups, or `PlannedGroup`s to plan without workers.
@@ -34,12 +34,4 @@ def evaluation_flow(problems: int, sampler: Any, judge: Any) -> Flow:
     flow = Flow("evaluation")
     samples = flow.stage(sampler.generate, flow.source("prompts"), granularity=problems)
     flow.stage(judge.score, samples)
-    return flow
-
-
-def weights_flow(sampler: Any, actor: Any) -> Flow:
-    """The actor's parameters to the samplers."""
-    flow = Flow("weights")
-    weights = flow.stage(actor.weights, flow.source("request"), gather=True)
-    flow.stage(sampler.load_weights, weights, gather=True, broadcast=True)
     return flow

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from embodied_rl.flows import weights_flow
 from reasoning.actor import LanguageActor
 from reasoning.config import MathConfig
 from reasoning.data import Problem
 from reasoning.evaluate import Judged
-from reasoning.flows import evaluation_flow, training_flow, weights_flow
+from reasoning.flows import evaluation_flow, training_flow
 from reasoning.samples import Prompt, Sampling
 from reasoning.workers import Judge, Sampler
 from scheduler.cluster import Cluster
