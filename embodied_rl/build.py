@@ -32,33 +32,40 @@ def env_settings(env: EnvConfig, **simulator: Any) -> EnvSettings:
 
 
 def policy_options(policy: PolicyConfig) -> dict[str, Any]:
-    """The kind's own options: for OpenVLA the checkpoint and the fields of `OpenVLASettings`."""
-    if policy.kind != "openvla":
-        return policy.model_dump(exclude={"kind", "chunk", "openvla"})
-    options = policy.openvla.model_dump()
+    """The kind's own options: of one with action tokens, the checkpoint and the fields of its settings but `chunk`."""
+    if policy.vla is None:
+        return policy.model_dump(exclude={"kind", "chunk", "openvla", "openvla_oft"})
+    options = policy.vla.model_dump()
     rank, alpha, targets = (options.pop(f"lora_{name}") for name in ("rank", "alpha", "targets"))
     return {**options, "lora": rank and {"rank": rank, "alpha": alpha, "targets": targets}}
 
 
 def require_fit(config: Config, spec: EnvSpec) -> None:
     """Check a policy against what only a started env knows. Raises EnvError."""
-    options = config.policy.openvla
-    if config.policy.kind != "openvla":
+    options, kind, env = config.policy.vla, config.policy.kind, config.env.id
+    if options is None:
         return
-    from policies import openvla
+    from embodied_rl.vla import VLA
     from policies.action_tokens import action_statistics
 
     if spec.action.num_choices is not None:
-        raise EnvError(f"OpenVLA's actions are continuous, and {config.env.id} has {spec.action.num_choices} choices")
-    if (views := spec.image_shape[0] if spec.image_shape else 0) <= options.view:
-        raise EnvError(f"policy.openvla.view is {options.view}, and {config.env.id} has {views} cameras, from 0 on")
-    if config.sft.data is None:  # else the statistics are those of the demonstrations
-        known = openvla.read_config(options.checkpoint, spec.action.size).norm_stats
-        given = len(action_statistics(known, options.unnorm_key).low)
-        if given != spec.action.size:
+        raise EnvError(f"OpenVLA's actions are continuous, and {env} has {spec.action.num_choices} choices")
+    views = spec.image_shape[0] if spec.image_shape else 0
+    for key, last in (("view", options.view), ("more_views", max(getattr(options, "more_views", ()), default=-1))):
+        if last >= views:
+            raise EnvError(f"policy.{kind}.{key} has camera {last}, and {env} has {views} cameras, from 0 on")
+    if config.sft.data is not None:  # then the statistics are those of the demonstrations
+        return
+    statistics = VLA.of(config.policy).read_config(spec.action.size, spec.state_size or 0).norm_stats
+    sizes = {"action": ("actions", spec.action.size, "env.control_mode or env.fixed_actions")}
+    if getattr(options, "proprioception", False):
+        sizes["proprio"] = ("states", spec.state_size or 0, "env.id")
+    for of, (what, size, others) in sizes.items():
+        given = len(action_statistics(statistics, options.unnorm_key, of=of).low)
+        if given != size:
             raise EnvError(
-                f"the actions of {options.checkpoint} have {given} dimensions, those of {config.env.id} "
-                f"{spec.action.size}; choose another policy.openvla.unnorm_key, env.control_mode or env.fixed_actions"
+                f"the {what} of {options.checkpoint} have {given} dimensions, those of {env} {size}; choose another "
+                f"policy.{kind}.unnorm_key, {others}"
             )
 
 

@@ -72,7 +72,9 @@ def train(
 def sft(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="RECIPE [KEY=VALUE]...", help="As for `train`; its policy.kind is openvla."),
+        typer.Argument(
+            metavar="RECIPE [KEY=VALUE]...", help="As for `train`; its policy.kind is openvla or openvla_oft."
+        ),
     ],
     data: Annotated[
         str | None,

@@ -85,7 +85,7 @@ class OpenVLAConfig(Section):
     unnorm_key: str | None = Field(
         default=None, description="data set whose action statistics apply; default: the checkpoint's only one"
     )
-    epsilon: NonNegative = Field(default=0.0, description="added to the range of an action dimension; OFT: 1e-8")
+    epsilon: NonNegative = Field(default=0.0, description="added to the range of an action dimension")
     gripper: Literal["as_trained", "libero", "maniskill"] = Field(
         default="as_trained", description="how the last action dimension is commanded"
     )
@@ -118,8 +118,10 @@ class OpenVLAConfig(Section):
 
 
 class PolicyConfig(Section):
-    kind: Literal["mlp", "cnn", "openvla"] = Field(
-        default="mlp", description="mlp: of the state; cnn: of images, and the state; openvla: of images and language"
+    kind: Literal["mlp", "cnn", "openvla", "openvla_oft"] = Field(
+        default="mlp",
+        description="mlp: of the state; cnn: of images, and the state; openvla: of images and language; openvla_oft: "
+        "the same, several actions at once",
     )
     hidden: tuple[Annotated[int, Field(ge=1, le=65536)], ...] = (128, 128)
     chunk: Annotated[int, Field(ge=1, le=1000)] = Field(
@@ -127,6 +129,28 @@ class PolicyConfig(Section):
     )
     log_std: Annotated[float, Field(ge=-5, le=2)] = Field(
         default=-0.5, description="initial log standard deviation of actions"
+class OpenVLAOFTConfig(OpenVLAConfig):
+    """The same, and what a checkpoint of OpenVLA-OFT does not tell; see `policies.openvla_oft.OpenVLAOFTSettings`."""
+
+    checkpoint: str = Field(
+        default="openvla-oft-tiny", min_length=1, description="directory in the published format, or a preset"
+    )
+    epsilon: NonNegative = Field(default=1e-8, description="added to the range of an action dimension")
+    layout: Literal["official", "simplevla", "rlinf"] = Field(
+        default="official", description="of the sequence that the checkpoint was trained with"
+    )
+    head: Literal["tokens", "l1"] = Field(default="tokens", description="l1 can be evaluated, and not trained")
+    more_views: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), description="cameras shown after `view`, such as the wrist's"
+    )
+    proprioception: bool = Field(default=False, description="read the state of the robot")
+    film: bool = Field(default=False, description="the instruction modulates the vision towers")
+    bounds: Literal["quantiles", "extremes"] = Field(
+        default="quantiles", description="statistics of actions that are -1 and 1"
+    )
+    value_of: Literal["chunk", "action"] = Field(default="chunk", description="what one value is of")
+
+
     )
     normalise_observations: bool = True
     observation_clip: Annotated[float, Field(gt=0)] = 8.0
@@ -141,6 +165,12 @@ class RolloutConfig(Section):
         default=2,
         description="groups of envs: one steps while another is inferred; auto: planned, with `deterministic: true`",
     )
+    openvla_oft: OpenVLAOFTConfig = OpenVLAOFTConfig()
+
+    @property
+    def vla(self) -> OpenVLAConfig | None:
+        """The options of a policy with action tokens; None for another kind."""
+        return {"openvla": self.openvla, "openvla_oft": self.openvla_oft}.get(self.kind)
 
 
 class AlgorithmConfig(Section):

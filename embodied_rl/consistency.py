@@ -14,6 +14,7 @@ from scheduler.placement import local_device_count, parse_placement
 
 GROUPS = ("actor", "rollout", "env")
 SIMULATOR_TITLES = {"maniskill": "ManiSkill", "libero": "LIBERO"}
+VLA_TITLES = {"openvla": "OpenVLA", "openvla_oft": "OpenVLA-OFT"}
 MLP_KEYS = ("hidden", "log_std", "normalise_observations", "observation_clip")
 
 # A fault, and the keys that the check read: it is void if one of them was not understood.
@@ -155,28 +156,47 @@ def _algorithm(config: Config) -> Iterator[Finding]:
 
 def _observation(config: Config) -> Iterator[Finding]:
     kind, seen = config.policy.kind, list(config.env.observation)
-    needed = "state" if kind == "mlp" else "image"
-    if needed not in seen:
-        problem = f"the {kind} policy sees the state" if kind == "mlp" else f"the {kind} policy sees images"
-        fault = Fault("env.observation", seen, problem, f"nearest valid: [{needed}]")
-        yield ("env.observation", "policy.kind"), fault
+    keys: tuple[str, ...] = ("env.observation", "policy.kind")
+    needed = {"state": "the state"} if kind == "mlp" else {"image": "images"}
+    if kind == "openvla_oft" and config.policy.openvla_oft.proprioception:
+        keys, needed = (*keys, "policy.openvla_oft.proprioception"), {"state": "the state", **needed}
+    if not set(needed) <= set(seen):
+        problem = f"the {kind} policy sees {' and '.join(needed.values())}"
+        yield keys, Fault("env.observation", seen, problem, f"nearest valid: [{', '.join(needed)}]")
 
 
 def _policy(config: Config) -> Iterator[Finding]:
-    """OpenVLA decides on one action at a time; and no kind has another's options."""
+    """What each kind can do; and no kind has another's options."""
     policy, default = config.policy, PolicyConfig()
     if policy.kind == "openvla" and policy.chunk != 1:
-        fault = Fault("policy.chunk", policy.chunk, "OpenVLA decides on one action at a time", "nearest valid: 1")
+        hint = "nearest valid: 1; or policy.kind openvla_oft"
+        fault = Fault("policy.chunk", policy.chunk, "OpenVLA decides on one action at a time", hint)
         yield ("policy.chunk", "policy.kind"), fault
-    if policy.kind == "openvla":
-        foreign = {f"policy.{name}": (getattr(policy, name), getattr(default, name)) for name in MLP_KEYS}
-        problem = "the openvla policy does not have it"
-    else:
-        foreign = {f"policy.openvla.{name}": (value, getattr(default.openvla, name)) for name, value in policy.openvla}
-        problem = f"only OpenVLA has it, and policy.kind is {policy.kind}"
-    for key, (value, expected) in foreign.items():
+    if policy.kind == "openvla_oft":
+        yield from _oft(config)
+    foreign = []
+    if policy.vla is not None:
+        problem = f"the {policy.kind} policy does not have it"
+        foreign = [(f"policy.{name}", getattr(policy, name), getattr(default, name), problem) for name in MLP_KEYS]
+    for kind, title in VLA_TITLES.items():
+        if policy.kind != kind:
+            problem = f"only {title} has it, and policy.kind is {policy.kind}"
+            given, defaults = getattr(policy, kind), getattr(default, kind)
+            foreign += [(f"policy.{kind}.{name}", value, getattr(defaults, name), problem) for name, value in given]
+    for key, value, expected, problem in foreign:
         if value != expected:
             yield ("policy.kind", key), Fault(key, value, problem, f"nearest valid: {show(expected)}")
+
+
+def _oft(config: Config) -> Iterator[Finding]:
+    options, level = config.policy.openvla_oft, config.algorithm.ratio_level
+    if options.head != "tokens":
+        keys = ("policy.kind", "policy.openvla_oft.head")
+        yield keys, Fault(keys[1], options.head, "regressed actions can be evaluated only", "nearest valid: tokens")
+    if options.value_of == "action" and level == "chunk":
+        problem = "one ratio for the whole chunk, and policy.openvla_oft.value_of gives each action an advantage"
+        fault = Fault("algorithm.ratio_level", level, problem, "nearest valid: action or token")
+        yield ("policy.kind", "policy.openvla_oft.value_of", "algorithm.ratio_level"), fault
 
 
 def _simulator_keys(config: Config) -> Iterator[Finding]:

@@ -18,9 +18,9 @@ MAY_DIFFER_IN_SIMULATOR = ("reward_mode", "sim_backend")
 def demonstration_faults(config: Config) -> list[Fault]:
     """What keeps a fine-tuning from starting, besides what keeps any training."""
     faults = []
-    if config.policy.kind != "openvla":
+    if config.policy.vla is None:
         problem = "only policies with action tokens are fine-tuned on demonstrations"
-        faults.append(Fault("policy.kind", config.policy.kind, problem, "nearest valid: openvla"))
+        faults.append(Fault("policy.kind", config.policy.kind, problem, "nearest valid: openvla or openvla_oft"))
     hint = "make some with embodied-rl collect"
     if config.sft.data is None:
         return [*faults, Fault("sft.data", None, "no demonstrations; give their directory as --data DIR", hint)]
@@ -31,6 +31,10 @@ def demonstration_faults(config: Config) -> list[Fault]:
     if demonstrations.settings["image_format"] is None:
         hint = "collect them with env.observation=[image]"
         faults.append(Fault("sft.data", config.sft.data, "these demonstrations have no images", hint))
+    reads_state = getattr(config.policy.vla, "proprioception", False)
+    if reads_state and "proprio" not in demonstrations.statistics:
+        hint = "collect them with env.observation=[state, image]"
+        faults.append(Fault("sft.data", config.sft.data, "these demonstrations have no states to read", hint))
     if len(demonstrations) < 2:
         problem = "one episode, and at least one is held out to measure on"
         faults.append(Fault("sft.data", config.sft.data, problem, "collect more with --resume --episodes"))

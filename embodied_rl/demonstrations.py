@@ -186,6 +186,10 @@ class Demonstrations:
                 image = np.stack([_images(arrays, t) for t in range(self.episodes[episode].length + 1)])
             return Trajectory(arrays["action"], arrays["executed_action"], arrays.get("state"), image)
 
+    def actions_left(self, steps: np.ndarray) -> np.ndarray:
+        """Actions of an episode from each of its steps on, int64 [N]."""
+        return self._ends[np.searchsorted(self._ends, steps, side="right")] - steps
+
     def batch(self, steps: Sequence[int] | np.ndarray, chunk: int = 1) -> tuple[Observation, np.ndarray, np.ndarray]:
         """What an expert saw and would do from there, for any N steps.
 

@@ -15,12 +15,12 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from embodied_rl.build import policy_options
-from embodied_rl.config import Config
-from embodied_rl.consistency import GROUPS, visible_devices
+from embodied_rl.config import Config, OpenVLAConfig
+from embodied_rl.consistency import GROUPS, VLA_TITLES, visible_devices
 from embodied_rl.planning import expected_plan
 from embodied_rl.preflight import unchecked
 from embodied_rl.schema import all_keys, flat
+from embodied_rl.vla import VLA
 from scheduler.placement import GroupPlacement, parse_placement
 
 GB = 1e9
@@ -28,7 +28,7 @@ ENV_PROCESS_GB = {"maniskill": 0.8, "libero": 2.2, "gymnasium": 0.1}
 WORKER_GB = 0.45
 # Assumed where only a running env knows: numbers in an observation, action dimensions, cameras.
 STATE_SIZE, ACTION_SIZE, CAMERAS = 64, 8, 1
-ACTION_TOKENS = 7
+ACTION_TOKENS = 7  # of one action
 ASSUMED_DEVICE = {"gpu": (400e12, 3e12), "cpu": (50e9, 10e9)}  # operations and bytes in a second: an H100, a core
 
 
@@ -78,7 +78,7 @@ def memory_estimate(config: Config, plan: Plan) -> dict[str, tuple[float, str]]:
         "workers": (workers * WORKER_GB, f"{workers} x {WORKER_GB:g} GB"),
         "rollout buffer": (plan.batch * step_bytes / GB, f"{plan.batch} chunk steps x {step_bytes} bytes"),
     }
-    if config.policy.kind != "openvla":
+    if config.policy.vla is None:
         estimate["network"] = _network(config, plan)
     return estimate
 
@@ -94,14 +94,9 @@ def _network(config: Config, plan: Plan) -> tuple[float, str]:
     return parameters * copies / GB, formula
 
 
-def openvla_estimate(config: Config, plan: Plan) -> list[tuple[str, float, str]]:
-    """Of an OpenVLA policy: name, number and unit with what it comes from; on one device of a worker group."""
-    from policies import openvla
-    from policies.openvla.memory import estimate_memory
-
-    options = policy_options(config.policy)
-    model = openvla.read_config(options.pop("checkpoint"))
-    settings = openvla.OpenVLASettings.from_options(options)
+def vla_estimate(config: Config, options: OpenVLAConfig, plan: Plan) -> list[tuple[str, float, str]]:
+    """Of a policy with action tokens: name, number and unit with what it comes from; on one device of a group."""
+    vla = VLA.of(config.policy)
     actors, rollouts = (len(plan.placed[group].ranks) for group in ("actor", "rollout"))
     streams = len(plan.placed["env"].ranks) * max(config.pipeline_choices)
     envs = math.ceil(config.env.num_envs / streams)
@@ -110,11 +105,12 @@ def openvla_estimate(config: Config, plan: Plan) -> list[tuple[str, float, str]]
     else:
         step, steps = math.ceil(config.sft.batch / actors), config.sft.steps
     micro_batch = min(config.algorithm.micro_batch or step, step)
-    found = estimate_memory(model, settings, envs, micro_batch, config.policy.openvla.prompt_length)
+    found = vla.estimate_memory(envs, micro_batch, options.prompt_length)
     rate, bandwidth = ASSUMED_DEVICE[plan.device_kind]
-    backward = (1 if settings.lora or settings.adapter else 2) + settings.gradient_checkpointing
+    backward = (1 if vla.settings.lora or vla.settings.adapter else 2) + vla.settings.gradient_checkpointing
     calls = plan.chunk_steps * streams / rollouts
-    rollout_s = calls * (envs * found.flops / rate + ACTION_TOKENS * found.parameters / bandwidth)
+    passes = ACTION_TOKENS if vla.kind == "openvla" else 1  # token by token, or all at once
+    rollout_s = calls * (envs * found.flops / rate + passes * found.parameters / bandwidth)
     update_s = steps * step * (1 + backward) * found.flops / rate
     parts = ("parameters", "gradients", "optimiser", "activations")
     learning = " + ".join(f"{getattr(found, part) / GB:.3f} {part}" for part in parts)
@@ -145,13 +141,10 @@ def _work(config: Config, plan: Plan) -> list[str]:
 
 
 def _adapters(config: Config) -> list[str]:
-    """The modules of an OpenVLA policy that have an adapter, alike ones counted."""
-    from policies import openvla
+    """The modules of a policy with action tokens that have an adapter, alike ones counted."""
     from policies.lora import describe
 
-    options = policy_options(config.policy)
-    model = openvla.read_config(options.pop("checkpoint"))
-    return describe(openvla.adapted_modules(model, openvla.OpenVLASettings.from_options(options)))
+    return describe(VLA.of(config.policy).adapted_modules())
 
 
 def print_dry_run(config: Config, run_dir: Path, resume: bool) -> None:
@@ -179,9 +172,13 @@ def print_dry_run(config: Config, run_dir: Path, resume: bool) -> None:
     for name, (gigabytes, formula) in estimate.items():
         console.print(f"  {name:15} {gigabytes:8.3f} GB = {formula}")
     console.print(f"  {'in all':15} {sum(gigabytes for gigabytes, _ in estimate.values()):8.3f} GB")
-    if config.policy.kind == "openvla":
-        _heading(console, "OpenVLA, on each device", f"roughly; assumes {ACTION_TOKENS} action tokens")
-        for name, value, what in openvla_estimate(config, plan):
+    if (options := config.policy.vla) is not None:
+        _heading(
+            console,
+            f"{VLA_TITLES[config.policy.kind]}, on each device",
+            f"roughly; assumes {ACTION_TOKENS} tokens in an action",
+        )
+        for name, value, what in vla_estimate(config, options, plan):
             console.print(f"  {name:15} {value:8.3f} {what}")
         for line in _adapters(config):
             console.print(f"  adapters on {line}")

@@ -5,34 +5,41 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from embodied_rl.build import policy_options
-from embodied_rl.config import Config
+from embodied_rl.config import Config, OpenVLAConfig
 from embodied_rl.faults import Fault
+from embodied_rl.vla import VLA
 
 MODULES = ("timm", "tokenizers", "peft")
 
 
-def policy_faults(config: Config) -> list[Fault]:
-    """What keeps the policy from being built on this machine."""
-    return list(_openvla_faults(config)) if config.policy.kind == "openvla" else []
+def policy_faults(config: Config, dry_run: bool = False) -> list[Fault]:
+    """What keeps the policy from being built on this machine; a dry run can do without weights."""
+    options = config.policy.vla
+    return [] if options is None else list(_vla_faults(config, options, dry_run))
 
 
-def _openvla_faults(config: Config) -> Iterator[Fault]:
+def missing_checkpoint(config: Config) -> str | None:
+    """What is still to be given where the checkpoint stands for the published model's sizes."""
+    if config.policy.vla is None or (lacks := VLA.of(config.policy).lacks_weights) is None:
+        return None
+    return f"{lacks}: policy.{config.policy.kind}.checkpoint=DIR"
+
+
+def _vla_faults(config: Config, options: OpenVLAConfig, dry_run: bool) -> Iterator[Fault]:
+    kind = config.policy.kind
     if missing := [name for name in MODULES if importlib.util.find_spec(name) is None]:
         problem = f"needs {', '.join(missing)}, not installed"
-        yield Fault("policy.kind", "openvla", problem, "run: pip install 'embodied-rl[vla]'")
+        yield Fault("policy.kind", kind, problem, "run: pip install 'embodied-rl[vla]'")
         return
-    from policies import openvla
-
-    options = policy_options(config.policy)
-    checkpoint = options.pop("checkpoint")
     try:
-        settings = openvla.OpenVLASettings.from_options(options)
+        vla = VLA.of(config.policy)
     except ValueError as error:
-        yield Fault("policy.openvla", None, str(error))
+        yield Fault(f"policy.{kind}", None, str(error))
         return
-    for option, problem in openvla.problems(checkpoint, settings):
+    for option, problem in vla.problems():
         if option == "unnorm_key" and config.sft.data is not None:
             continue  # the statistics of the demonstrations take their place
+        if dry_run and problem == vla.lacks_weights:
+            continue  # it is told at the end
         key = "lora_targets" if option == "lora" else option
-        yield Fault(f"policy.openvla.{key}", getattr(config.policy.openvla, key), problem)
+        yield Fault(f"policy.{kind}.{key}", getattr(options, key), problem)

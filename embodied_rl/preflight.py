@@ -15,7 +15,7 @@ from embodied_rl.checkpoint import latest_checkpoint, read_manifest
 from embodied_rl.config import Config, first_placement
 from embodied_rl.consistency import GROUPS, episode_fault, visible_devices
 from embodied_rl.faults import Fault, any_of, show
-from embodied_rl.policy_faults import policy_faults
+from embodied_rl.policy_faults import missing_checkpoint, policy_faults
 from embodied_rl.runs import runs_in
 from embodied_rl.schema import all_keys, flat
 from envs.base import EnvError
@@ -42,12 +42,12 @@ def preflight(
     """Everything on this machine that keeps the run from starting.
 
     Args:
-        dry_run: leave out what takes a process of its own (the search for a Vulkan device).
+        dry_run: leave out what takes a process of its own (the search for a Vulkan device), and a model's weights.
         defaulted: keys that were not understood; checks that need them are left out.
     """
     faults = environment_faults(config, dry_run, defaulted)
     if not any(key.startswith("policy.") for key in defaulted):
-        faults += policy_faults(config)
+        faults += policy_faults(config, dry_run)
     if fault := _unwritable(run_dir):
         faults.append(fault)
     elif resume:
@@ -68,6 +68,8 @@ def unchecked(config: Config) -> list[str]:
     items = ["whether the env starts", "the size of observations and actions"]
     if config.env.kind == "maniskill" and ("image" in config.env.observation or config.evaluation.videos):
         items.insert(0, "whether a Vulkan device can render (`embodied-rl doctor` does)")
+    if missing := missing_checkpoint(config):
+        items.insert(0, f"the checkpoint: {missing}")
     if visible_devices(config) is None:
         items.append("the placement, against the devices of the cluster that the run joins")
     return items

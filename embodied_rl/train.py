@@ -141,9 +141,10 @@ class Training:
         seconds = self.earlier_s + time.monotonic() - self.started
         self.results.append(f"trained {self._amount()} in {duration(seconds)}, {self.iteration} iterations")
         self._evaluate_finally()
-        if self.config.policy.kind == "openvla":
-            self.team.export(self.run_dir / "pretrained")
-            self.results.append(f"for other runs: policy.openvla.checkpoint={self.run_dir / 'pretrained'}")
+        if self.config.policy.vla is not None:
+            exported, key = self.run_dir / "pretrained", f"policy.{self.config.policy.kind}.checkpoint"
+            self.team.export(exported)
+            self.results.append(f"for other runs: {key}={exported}")
         self.team.close()
 
     def _amount(self) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +98,13 @@ class Policy(nn.Module):
         if faults := state_faults(shapes(own), shapes(given)):  # extra state has no shape of its own
             raise RuntimeError(f"these are not the parameters of this policy:\n{faults}")
         self.load_state_dict(state, strict=False)
+
+    @contextmanager
+    def at_temperature(self, temperature: float | None) -> Iterator[None]:
+        """In here tokens are sampled at another temperature, if one is given. Raises ValueError for a policy without."""
+        if temperature is not None:
+            raise ValueError(f"{type(self).__name__} has no temperature")
+        yield
 
     def observe(self, observation: Observation, valid: Tensor) -> None:
         """Take in the observations of one iteration (leading dimensions as `valid`), for running statistics."""

@@ -1,7 +1,7 @@
 """Imitator: the actor of supervised fine-tuning. It learns to do what demonstrations show.
 
 The loss is the mean negative log-probability of the demonstrated action tokens among all action tokens, which are what
-policies sample from.
+policies sample from. What a chunk would hold beyond the end of its episode was not demonstrated and enters no mean.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from embodied_rl.demonstrations import Demonstrations
 from embodied_rl.sums import Sums
 from embodied_rl.workers.actor import ActorWorker
 from envs.base import EnvSpec
-from policies.openvla import OpenVLAPolicy
+from policies.openvla import ActionTokenPolicy
 from scheduler.stage import Output
 
 KEPT_BYTES = 2 * 10**9  # prepared demonstrations that stay in memory
@@ -27,14 +27,14 @@ KEPT_BYTES = 2 * 10**9  # prepared demonstrations that stay in memory
 class Imitator(ActorWorker):
     """Holds the policy that is fine-tuned. The action statistics of the dataset become the policy's."""
 
-    policy: OpenVLAPolicy
+    policy: ActionTokenPolicy
 
     def build(self, spec: EnvSpec) -> None:
         super().build(spec)
         self.demonstrations = Demonstrations(Path(str(self.config.sft.data)))
         name = self.demonstrations.settings["env"]["id"]
         self.policy.adopt_statistics({name: self.demonstrations.statistics}, name)
-        self._kept: dict[int, tuple[dict[str, Tensor], Tensor]] = {}
+        self._kept: dict[int, tuple[dict[str, Tensor], Tensor, Tensor]] = {}
 
     def imitate(self, shares: list[DemonstrationRows]) -> Output:
         """Take one optimiser step for each batch, then measure on what is held out.
@@ -54,12 +54,13 @@ class Imitator(ActorWorker):
         """One optimiser step."""
         sums.begin_minibatch()
         self.optimizer.zero_grad()
-        count = self._total(torch.tensor(float(len(rows)), device=self.device))
+        actions = self.demonstrations.actions_left(rows).clip(max=self.policy.chunk).sum()
+        count = self._total(torch.tensor(float(actions), device=self.device))
         size = self.config.algorithm.micro_batch or len(rows)
         for first in range(0, len(rows), size):
-            observation, action = self._demonstrated(rows[first : first + size])
+            observation, action, valid = self._demonstrated(rows[first : first + size])
             logprob, _, _ = self.policy.evaluate(observation, self.policy.tokenise(action))
-            loss = -logprob.mean((-1, -2)).sum() / count
+            loss = -torch.where(valid, logprob.mean(-1), 0.0).sum() / count
             loss.backward()
             sums.add_part("losses/imitation", loss)
         sums.add("losses/grad_norm", float(self._reduce_and_clip_gradients()))
@@ -71,12 +72,12 @@ class Imitator(ActorWorker):
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         size = self.config.algorithm.micro_batch or self.config.sft.batch
         for first in range(0, len(rows), size):
-            observation, action = self._demonstrated(rows[first : first + size])
+            observation, action, valid = self._demonstrated(rows[first : first + size])
             token = self.policy.tokenise(action)
             logprob, _, _ = self.policy.evaluate(observation, token)
             greedy = self.policy.act(observation, deterministic=True, generator=None)
             parts = (-logprob, (greedy.token == token).double(), (greedy.action - action).abs())
-            sums += torch.tensor([*(part.sum() for part in parts), token.numel()], device=self.device)
+            sums += torch.tensor([*(part[valid].sum() for part in parts), token[valid].numel()], device=self.device)
         loss, right, distance, count = self._total(sums).tolist()
         return {
             "held_out/loss": loss / count,
@@ -84,16 +85,19 @@ class Imitator(ActorWorker):
             "held_out/action_l1": distance / count,
         }
 
-    def _demonstrated(self, rows: np.ndarray) -> tuple[dict[str, Any], Tensor]:
-        """Prepared observations [N, ...] of steps of the dataset, and their actions, float32 [N, 1, A]."""
+    def _demonstrated(self, rows: np.ndarray) -> tuple[dict[str, Any], Tensor, Tensor]:
+        """Prepared observations [N, ...] of steps of the dataset, the actions from there on, float32 [N, C, A], and
+        which of these there are, bool [N, C]."""
         if missing := [row for row in rows.tolist() if row not in self._kept]:
-            observation, actions, _ = self.demonstrations.batch(missing)
-            prepared = self.policy.prepare({**observation, "image": torch.from_numpy(observation["image"])})
+            observation, actions, valid = self.demonstrations.batch(missing, self.policy.chunk)
+            arrays = {key: torch.from_numpy(value) for key, value in observation.items() if key != "instruction"}
+            prepared = self.policy.prepare({**observation, **arrays})
             if len(self._kept) * sum(value[0].nbytes for value in prepared.values()) > KEPT_BYTES:
                 self._kept = {row: self._kept[row] for row in rows.tolist() if row in self._kept}
             for place, row in enumerate(missing):
                 sample = {key: value[place] for key, value in prepared.items()}
-                self._kept[row] = sample, torch.from_numpy(actions[place])
+                self._kept[row] = sample, torch.from_numpy(actions[place]), torch.from_numpy(valid[place])
         samples = [self._kept[row] for row in rows.tolist()]
-        stacked = {key: torch.stack([sample[key] for sample, _ in samples]).to(self.device) for key in samples[0][0]}
-        return stacked, torch.stack([action for _, action in samples]).to(self.device)
+        stack = lambda tensors: torch.stack(list(tensors)).to(self.device)  # noqa: E731
+        stacked = {key: stack(sample[0][key] for sample in samples) for key in samples[0][0]}
+        return stacked, stack(action for _, action, _ in samples), stack(valid for *_, valid in samples)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +31,7 @@ from policies.noise import SlotNoise
 from policies.openvla.checkpoint import load_weights, save_checkpoint
 from policies.openvla.config import OpenVLAConfig
 from policies.openvla.model import Context, Prismatic
-from policies.openvla.presets import PRESETS, preset_tokenizer
+from policies.openvla.presets import PRESETS, missing_weights, preset_tokenizer
 from policies.openvla.processor import Processor
 from policies.openvla.prompts import PromptTokenizer
 from policies.openvla.settings import OpenVLASettings
@@ -68,6 +69,8 @@ class ActionTokenPolicy(Policy):
 
     def __init__(self, checkpoint: str, settings: OpenVLASettings, config: OpenVLAConfig) -> None:
         super().__init__()
+        if problem := missing_weights(checkpoint):
+            raise FileNotFoundError(problem)
         self.settings, self.config = settings, config
         self.directory = None if checkpoint in self.presets else Path(checkpoint)
         self.processor = self._make_processor(_tokenizer(self.directory, settings))
@@ -115,6 +118,16 @@ class ActionTokenPolicy(Policy):
     def tokenise(self, action: Tensor) -> Tensor:
         """The tokens of demonstrated actions, float32 [N, C, A] as `act` gives them: ids int64 of the same shape."""
         return self.tokens.encode(self.statistics.normalise(gripper_as_trained(action, self.settings.gripper)))
+
+    @contextmanager
+    def at_temperature(self, temperature: float | None) -> Iterator[None]:
+        kept = self.sampling
+        if temperature is not None:
+            self.sampling = replace(kept, temperature=temperature)
+        try:
+            yield
+        finally:
+            self.sampling = kept
 
     @abstractmethod
     def generate(self, context: Context, deterministic: bool, generator: SlotNoise | None) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""Small models of the same classes, with random weights and a tokenizer of their own: all of it runs on a CPU."""
+"""Models that are named instead of given: small ones of the same classes, with random weights and a tokenizer of their
+own, all of which runs on a CPU; and the published ones' sizes, to plan with."""
 
 from __future__ import annotations
 
@@ -53,8 +54,17 @@ PRESETS: dict[str, dict[str, Any]] = {
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
         },
-    }
+    },
+    "openvla-7b": {"model_type": "openvla", "torch_dtype": "bfloat16"},
 }
+_WITHOUT_WEIGHTS = ("openvla-7b", "openvla-oft-7b")
+
+
+def missing_weights(checkpoint: str) -> str | None:
+    """What is wrong with a preset that is made of sizes alone; None for any other checkpoint."""
+    if checkpoint not in _WITHOUT_WEIGHTS:
+        return None
+    return f"{checkpoint} stands for the published model's sizes; its weights are yours to give, as a directory"
 
 
 def preset_config(name: str, action_size: int = 7) -> OpenVLAConfig:
@@ -62,9 +72,11 @@ def preset_config(name: str, action_size: int = 7) -> OpenVLAConfig:
 
     The one data set in its statistics is the preset's name; its actions fill [-1, 1] in every dimension.
     """
-    size = len(_vocabulary()[0])
-    config = {**PRESETS[name], "pad_token_id": size}
-    config["text_config"] = {**config["text_config"], "vocab_size": size + config["pad_to_multiple_of"]}
+    config = PRESETS[name]
+    if name not in _WITHOUT_WEIGHTS:
+        size = len(_vocabulary()[0])
+        text = {**config["text_config"], "vocab_size": size + config["pad_to_multiple_of"]}
+        config = {**config, "pad_token_id": size, "text_config": text}
     action = {"q01": [-1.0] * action_size, "q99": [1.0] * action_size, "mask": [True] * action_size}
     return OpenVLAConfig.from_dict({**config, "norm_stats": {name: {"action": action}}}, name)
 

@@ -14,7 +14,7 @@ from policies.openvla.checkpoint import CheckpointError, check_weights
 from policies.openvla.config import ConfigError, OpenVLAConfig
 from policies.openvla.model import OpenVLA
 from policies.openvla.policy import adapted_modules, read_config
-from policies.openvla.presets import PRESETS
+from policies.openvla.presets import PRESETS, missing_weights
 from policies.openvla.prompts import PromptTokenizer
 from policies.openvla.settings import OpenVLASettings
 
@@ -36,6 +36,8 @@ def problems(checkpoint: str, settings: OpenVLASettings) -> Iterator[tuple[str, 
         yield "checkpoint", str(error)
         return
     directory = None if checkpoint in PRESETS else Path(checkpoint)
+    if problem := missing_weights(checkpoint):
+        yield "checkpoint", problem
     yield from failures(shared_checks(config, directory, settings, adapted_modules))
 
 

@@ -33,8 +33,8 @@ from policies.value_head import ValueHead
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PRESETS = {"openvla-oft-tiny": "openvla-tiny"}
-"""Presets with random weights, and OpenVLA's of the same sizes."""
+PRESETS = {"openvla-oft-tiny": "openvla-tiny", "openvla-oft-7b": "openvla-7b"}
+"""Presets, and OpenVLA's of the same sizes."""
 
 
 def load(checkpoint: str | Path, **options: Any) -> OpenVLAOFTPolicy:

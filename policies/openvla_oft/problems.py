@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from policies.openvla.presets import missing_weights
 from policies.openvla.problems import EXPECTED, failures, shared_checks
 from policies.openvla_oft.checkpoint import check_side_files
 from policies.openvla_oft.model import OpenVLAOFT
@@ -25,6 +26,8 @@ def problems(checkpoint: str, settings: OpenVLAOFTSettings) -> Iterator[tuple[st
         yield "checkpoint", str(error)
         return
     directory = None if checkpoint in PRESETS else Path(checkpoint)
+    if problem := missing_weights(checkpoint):
+        yield "checkpoint", problem
     try:
         sizes = module_sizes(config, settings)
     except EXPECTED as error:

@@ -117,7 +117,7 @@ def test_statistics_travel_with_the_parameters() -> None:
     [
         ({}, {"checkpoint": str(GOLDEN), "unnorm_key": "bridge_golden"}, "have 7 dimensions, those of .* 2; choose"),
         ({"image_shape": None}, {}, "has 0 cameras"),
-        ({}, {"view": 1}, "policy.openvla.view is 1, and picture_env:Picture-v0 has 1 cameras"),
+        ({}, {"view": 1}, "policy.openvla.view has camera 1, and picture_env:Picture-v0 has 1 cameras"),
         ({"action": ActionSpec((0.0,), (1.0,), 2)}, {}, "continuous, and .* has 2 choices"),
     ],
 )

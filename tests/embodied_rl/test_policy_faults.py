@@ -16,12 +16,13 @@ pytest.importorskip("timm", reason="the extra vla is not installed")
 from picture_env import ENV, write_demonstrations
 
 from embodied_rl.build import policy_options
-from embodied_rl.config import Config, OpenVLAConfig, PolicyConfig
+from embodied_rl.config import Config, OpenVLAConfig, OpenVLAOFTConfig, PolicyConfig
 from embodied_rl.demonstration_faults import demonstration_faults, unused_demonstrations
-from embodied_rl.dry_run import make_plan, openvla_estimate, print_dry_run
+from embodied_rl.dry_run import make_plan, print_dry_run, vla_estimate
 from embodied_rl.policy_faults import policy_faults
 from embodied_rl.recipe import load_recipe
 from policies.openvla import OpenVLASettings
+from policies.openvla_oft import OpenVLAOFTSettings
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden" / "openvla" / "tiny"
 RECIPE = "maniskill_openvla_tiny_sft"
@@ -89,6 +90,15 @@ def test_a_checkpoint_without_tokenizer_or_weights_or_of_another_architecture(ch
         ("policy.openvla.lora.rank=4", "policy.openvla.lora.rank", "no such key"),
         ("policy.openvla.dtype=float16", "policy.openvla.dtype", "expected one of float32, bfloat16"),
         ("policy.openvla.top_p=2", "policy.openvla.top_p", "expected a number"),
+        ("policy.kind=openvla_oft policy.openvla.view=1", "policy.openvla.view", "only OpenVLA has it"),
+        ("policy.openvla_oft.film=true", "policy.openvla_oft.film", "only OpenVLA-OFT has it"),
+        ("policy.kind=openvla_oft policy.openvla_oft.head=l1", "policy.openvla_oft.head", "can be evaluated only"),
+        ("policy.kind=openvla_oft policy.openvla_oft.value_of=action", "algorithm.ratio_level", "each action an advan"),
+        (
+            "policy.kind=openvla_oft policy.openvla_oft.proprioception=true",
+            "env.observation",
+            "the openvla_oft policy sees the state and images",
+        ),
     ],
 )
 def test_faults_between_and_in_keys(override: str, key: str, problem: str) -> None:
@@ -103,14 +113,43 @@ def test_nested_keys_are_read_from_recipes_and_the_command_line() -> None:
     assert policy_options(config.policy)["lora"]["rank"] == 4
 
 
-def test_options_are_those_of_the_policy() -> None:
-    own = set(OpenVLAConfig.model_fields) - {"checkpoint", "lora_rank", "lora_alpha", "lora_targets"}
-    assert own | {"lora"} == {field.name for field in fields(OpenVLASettings)}
-    options = policy_options(PolicyConfig(kind="openvla"))
+@pytest.mark.parametrize(
+    ("kind", "section", "settings", "elsewhere"),
+    [
+        ("openvla", OpenVLAConfig, OpenVLASettings, set()),
+        ("openvla_oft", OpenVLAOFTConfig, OpenVLAOFTSettings, {"chunk"}),
+    ],
+)
+def test_options_are_those_of_the_policy(kind: str, section: Any, settings: Any, elsewhere: set[str]) -> None:
+    own = set(section.model_fields) - {"checkpoint", "lora_rank", "lora_alpha", "lora_targets"}
+    assert own | {"lora"} | elsewhere == {field.name for field in fields(settings)}
+    options = policy_options(PolicyConfig(kind=kind))
     del options["checkpoint"]
-    assert (
-        OpenVLASettings(**{**vars(OpenVLASettings.from_options(options)), "prompt_length": None}) == OpenVLASettings()
+    assert settings(**{**vars(settings.from_options(options)), "prompt_length": None}) == settings()
+
+
+def test_weights_of_the_published_sizes_are_to_be_given_and_a_dry_run_does_without(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    oft = {"checkpoint": "openvla-oft-7b", "unnorm_key": "libero_object", "lora_rank": 32, "prompt_length": 32}
+    config = Config(
+        env={**ENV, "num_envs": 64},
+        policy={"kind": "openvla_oft", "chunk": 8, "openvla_oft": {**oft, "gradient_checkpointing": True}},
+        rollout={"steps": 80, "pipeline_stages": 1},
+        algorithm={"micro_batch": 8, "epochs": 1},
+        cluster={"cpu_slots": 2},
     )
+    (fault,) = policy_faults(config)
+    assert fault.key == "policy.openvla_oft.checkpoint" and "its weights are yours to give" in fault.problem
+    assert policy_faults(config, dry_run=True) == []
+    print_dry_run(config, Path("runs/one"), resume=False)
+    said = capsys.readouterr().out
+    assert "the checkpoint: openvla-oft-7b stands for" in said and "policy.openvla_oft.checkpoint=DIR" in said
+    assert "self_attn.q_proj x 32" in said
+    found = {name: value for name, value, _ in vla_estimate(config, config.policy.openvla_oft, make_plan(config))}
+    assert found["rollout"] == pytest.approx(15.4, abs=0.1), "LoRA 32, and nothing cached"
+    flops_of_a_call = found["acting"] * 50e9 / 10 - 50 * found["rollout"] * 1e9 / 10
+    assert flops_of_a_call == pytest.approx(64 * 2 * 7e9 * (256 + 32 + 56 + 1), rel=0.15)
 
 
 # ---------------------------------------------------------------------------------------------- demonstrations
@@ -159,7 +198,9 @@ def test_a_dry_run_estimates_memory_and_time_of_the_published_model(tmp_path: Pa
         algorithm={"micro_batch": 8, "epochs": 1},
         cluster={"cpu_slots": 2},
     )
-    found = {name: (value, text) for name, value, text in openvla_estimate(config, make_plan(config))}
+    found = {
+        name: (value, text) for name, value, text in vla_estimate(config, config.policy.openvla, make_plan(config))
+    }
     assert found["actor"][0] == pytest.approx(18.1, abs=0.1) and found["rollout"][0] == pytest.approx(25.3, abs=0.1)
     assert "of 8 samples" in found["actor"][1] and "of 64 envs" in found["rollout"][1]
     flops_of_a_sample = found["learning"][0] * 50e9 / (80 * 64) / 3

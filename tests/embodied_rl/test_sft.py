@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,10 +48,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_imitator(data: Path, **sft: float) -> Imitator:
+def make_imitator(data: Path, policy: dict[str, Any] | None = None, **sft: float) -> Imitator:
     imitator = Imitator.__new__(Imitator)
     imitator.context, imitator.trace = FakeContext(), Trace("actor[0]")  # type: ignore[assignment]
-    imitator.__init__(Config(**{**LAYER, "sft": {**LAYER["sft"], "data": str(data), **sft}}))  # type: ignore[misc]
+    layer = {**LAYER, "policy": policy or LAYER["policy"], "sft": {**LAYER["sft"], "data": str(data), **sft}}
+    imitator.__init__(Config(**layer))  # type: ignore[misc]
     imitator.build(SPEC)
     return imitator
 
@@ -84,10 +86,36 @@ def test_the_statistics_of_the_data_become_the_policy_s(data: Path) -> None:
     ]
 
 
-def test_micro_batches_change_nothing(data: Path) -> None:
+def test_a_chunk_ends_with_its_episode(data: Path) -> None:
+    """Of 4 steps, chunks of 3 hold 3, 3, 2 and 1 actions: what would follow enters neither loss nor measures."""
+    chunks = {"kind": "openvla_oft", "chunk": 3}
+    imitator, other = (make_imitator(data, chunks, batch=4, steps=1) for _ in range(2))
+    share = DemonstrationRows(np.arange(4)[None], np.arange(4))
+    observation, action, valid = imitator._demonstrated(np.arange(4))
+    assert valid.sum(-1).tolist() == [3, 3, 2, 1]
+    with torch.no_grad():
+        logprob, _, _ = imitator.policy.evaluate(observation, imitator.policy.tokenise(action))
+    other._kept = {
+        row: (
+            {key: value[row] for key, value in observation.items()},
+            torch.where(valid[..., None], action, 0.7)[row],
+            own,
+        )
+        for row, own in enumerate(valid)
+    }
+    assert not torch.equal(other._demonstrated(np.arange(4))[1], action)
+    for worker in (imitator, other):
+        worker.iteration = 0
+    first, same = (worker.imitate([share]).report for worker in (imitator, other))
+    assert first["losses/imitation"] == pytest.approx(float(-logprob[valid].mean()), rel=1e-5)
+    assert first == same
+
+
+@pytest.mark.parametrize("policy", [None, {"kind": "openvla_oft", "chunk": 3}])
+def test_micro_batches_change_nothing(data: Path, policy: dict[str, Any] | None) -> None:
     results = []
     for size in (None, 5):
-        imitator = make_imitator(data)
+        imitator = make_imitator(data, policy)
         imitator.config = imitator.config.model_copy(
             update={"algorithm": imitator.config.algorithm.model_copy(update={"micro_batch": size})}
         )
