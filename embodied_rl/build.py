@@ -8,7 +8,16 @@ from embodied_rl.config import Config, EnvConfig, PolicyConfig
 from envs.base import EnvError, EnvSettings, EnvSpec
 
 SIMULATOR_KEYS = {
-    "maniskill": ("control_mode", "reward_mode", "sim_freq", "control_freq", "image_size", "shader", "sim_backend"),
+    "maniskill": (
+        "control_mode",
+        "reward_mode",
+        "sim_freq",
+        "control_freq",
+        "image_size",
+        "shader",
+        "mesh_detail",
+        "sim_backend",
+    ),
     "libero": ("image_size", "init_states"),
     "gymnasium": (),
 }

@@ -69,8 +69,15 @@ class EnvConfig(Section):
     init_states: Literal["sampled", "stored"] = Field(
         default="sampled", description="LIBERO; stored: the initial states that published evaluations use too"
     )
-    image_size: Annotated[int, Field(ge=16, le=1024)] = Field(default=128, description="pixels, square")
+    image_size: Annotated[int, Field(ge=16, le=1024)] = Field(
+        default=128, description="pixels, square"
+    )
     shader: Literal["minimal", "default"] = Field(default="minimal", description="ManiSkill camera shader")
+    mesh_detail: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="ManiSkill, metres: vertices of untextured meshes that are as close become one, and a CPU draws "
+        "small pictures several times as fast; default: full detail",
+    )
     step_timeout_s: Annotated[float, Field(gt=0)] = Field(
         default=120.0, description="an env process silent for longer is replaced"
     )
@@ -117,18 +124,6 @@ class OpenVLAConfig(Section):
     )
 
 
-class PolicyConfig(Section):
-    kind: Literal["mlp", "cnn", "openvla", "openvla_oft"] = Field(
-        default="mlp",
-        description="mlp: of the state; cnn: of images, and the state; openvla: of images and language; openvla_oft: "
-        "the same, several actions at once",
-    )
-    hidden: tuple[Annotated[int, Field(ge=1, le=65536)], ...] = (128, 128)
-    chunk: Annotated[int, Field(ge=1, le=1000)] = Field(
-        default=1, description="consecutive actions from one policy call"
-    )
-    log_std: Annotated[float, Field(ge=-5, le=2)] = Field(
-        default=-0.5, description="initial log standard deviation of actions"
 class OpenVLAOFTConfig(OpenVLAConfig):
     """The same, and what a checkpoint of OpenVLA-OFT does not tell; see `policies.openvla_oft.OpenVLAOFTSettings`."""
 
@@ -151,26 +146,39 @@ class OpenVLAOFTConfig(OpenVLAConfig):
     value_of: Literal["chunk", "action"] = Field(default="chunk", description="what one value is of")
 
 
+class PolicyConfig(Section):
+    kind: Literal["mlp", "cnn", "openvla", "openvla_oft"] = Field(
+        default="mlp",
+        description="mlp: of the state; cnn: of images, and the state; openvla: of images and language; openvla_oft: "
+        "the same, several actions at once",
+    )
+    hidden: tuple[Annotated[int, Field(ge=1, le=65536)], ...] = (128, 128)
+    chunk: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=1, description="consecutive actions from one policy call"
+    )
+    log_std: Annotated[float, Field(ge=-5, le=2)] = Field(
+        default=-0.5, description="initial log standard deviation of actions"
     )
     normalise_observations: bool = True
     observation_clip: Annotated[float, Field(gt=0)] = 8.0
     openvla: OpenVLAConfig = OpenVLAConfig()
-
-
-class RolloutConfig(Section):
-    steps: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-        default=36, description="env steps of each env in one iteration; chunk steps times chunk length"
-    )
-    pipeline_stages: Annotated[int, Field(ge=1, le=1000)] | Literal["auto"] = Field(
-        default=2,
-        description="groups of envs: one steps while another is inferred; auto: planned, with `deterministic: true`",
-    )
     openvla_oft: OpenVLAOFTConfig = OpenVLAOFTConfig()
 
     @property
     def vla(self) -> OpenVLAConfig | None:
         """The options of a policy with action tokens; None for another kind."""
         return {"openvla": self.openvla, "openvla_oft": self.openvla_oft}.get(self.kind)
+
+
+class RolloutConfig(Section):
+    steps: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=36, description="env steps of each env in one iteration; chunk steps times chunk length"
+    )
+    epochs: Positive = Field(default=1, description="rollouts that make the batch of one iteration")
+    pipeline_stages: Annotated[int, Field(ge=1, le=1000)] | Literal["auto"] = Field(
+        default=2,
+        description="groups of envs: one steps while another is inferred; auto: planned, with `deterministic: true`",
+    )
 
 
 class AlgorithmConfig(Section):
@@ -195,6 +203,16 @@ class AlgorithmConfig(Section):
     huber_delta: Annotated[float, Field(gt=0)] = 10.0
     value_coef: NonNegative = 1.0
     entropy_coef: NonNegative = 0.0
+    entropy_level: Literal["token", "action", "chunk"] = Field(
+        default="chunk", description="the entropy is that of one of these, on average"
+    )
+    critic_warmup: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="first iterations, in which nothing but the critic's own parameters learns"
+    )
+    kl_coef: NonNegative = Field(
+        default=0.0, description="weight of the divergence from the policy that the run began with, for each token"
+    )
+    kl_kind: Literal["k2", "k3"] = Field(default="k3", description="estimator of that divergence")
     target_kl: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="stop the passes of an iteration beyond it"
     )
@@ -209,6 +227,16 @@ class AlgorithmConfig(Section):
     )
     filter_low: Fraction | None = Field(default=None, description="GRPO: drop groups whose mean success is lower")
     filter_high: Fraction | None = Field(default=None, description="GRPO: drop groups whose mean success is higher")
+    filter_rollouts: Positive = Field(
+        default=1,
+        description="GRPO: at most so many times `rollout.epochs` rollouts, until as many groups remain as if none "
+        "were dropped",
+    )
+
+    @property
+    def filters_groups(self) -> bool:
+        """Whether groups are dropped."""
+        return (self.filter_low, self.filter_high) != (None, None)
 
 
 class SFTConfig(Section):
@@ -238,6 +266,10 @@ class EvaluationConfig(Section):
     episodes: Positive = Field(default=32, description="episodes of an evaluation during training")
     final_episodes: Positive = 100
     deterministic: bool = Field(default=True, description="the policy's mean action")
+    temperature: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="of tokens, where actions are sampled; default: that of training"
+    )
+    before: bool = Field(default=False, description="evaluate and film the policy that the run begins with, too")
     videos: Annotated[int, Field(ge=0)] = Field(default=2, description="videos of the final evaluation, failures first")
 
 

@@ -29,6 +29,8 @@ def consistency_faults(config: Config, defaulted: Collection[str] = ()) -> list[
         _steps,
         _batches,
         _algorithm,
+        _critic_and_filter,
+        _evaluation,
         _observation,
         _policy,
         _simulator_keys,
@@ -135,6 +137,36 @@ def _batches(config: Config) -> Iterator[Finding]:
         problem = "needs evaluations during training, and evaluation.every is 0"
         fault = Fault("train.stop_at_success", config.train.stop_at_success, problem, "set evaluation.every >= 1")
         yield ("train.stop_at_success", "evaluation.every"), fault
+
+
+def _critic_and_filter(config: Config) -> Iterator[Finding]:
+    """What only PPO, or only GRPO with a filter, can have."""
+    algorithm, iterations = config.algorithm, config.train.iterations
+    if algorithm.name == "grpo" and algorithm.critic_warmup:
+        fault = Fault("algorithm.critic_warmup", algorithm.critic_warmup, "GRPO has no critic", "nearest valid: 0")
+        yield ("algorithm.name", "algorithm.critic_warmup"), fault
+    elif algorithm.critic_warmup >= iterations:
+        problem = f"leaves none of the {iterations} iterations to learn in"
+        fault = Fault("algorithm.critic_warmup", algorithm.critic_warmup, problem, f"below {iterations}")
+        yield ("train.iterations", "algorithm.critic_warmup"), fault
+    if algorithm.filter_rollouts > 1 and not (algorithm.name == "grpo" and algorithm.filters_groups):
+        problem = "rollouts are repeated to replace the groups that GRPO drops, and none is dropped"
+        hint = "nearest valid: 1; or algorithm.filter_low and filter_high"
+        keys = ("algorithm.name", "algorithm.filter_rollouts", "algorithm.filter_low", "algorithm.filter_high")
+        yield keys, Fault("algorithm.filter_rollouts", algorithm.filter_rollouts, problem, hint)
+
+
+def _evaluation(config: Config) -> Iterator[Finding]:
+    evaluation = config.evaluation
+    keys = ("evaluation.temperature", "evaluation.deterministic", "policy.kind")
+    if evaluation.temperature is None:
+        return
+    if config.policy.vla is None:
+        problem = f"the {config.policy.kind} policy has no temperature"
+        yield keys, Fault("evaluation.temperature", evaluation.temperature, problem, "leave it out")
+    elif evaluation.deterministic:
+        problem = "nothing is sampled in deterministic evaluations"
+        yield keys, Fault("evaluation.temperature", evaluation.temperature, problem, "evaluation.deterministic=false")
 
 
 def _algorithm(config: Config) -> Iterator[Finding]:

@@ -37,8 +37,8 @@ class Trajectories:
     Attributes:
         observation: tensors [T, n, ...]; what the policy's `prepare` gave.
         token, logprob: [T, n, C, A].
-        value: [T, n].
-        next_value: [T, n]; V(final observation) where an episode ended, else V(next observation).
+        value: [T, n], or [T, n, C] where the policy values each action.
+        next_value: [T, n]; V(final observation) where an episode ended, else V(next observation), of its first action.
         reward, terminated, truncated, valid: [T, n, C].
         success: [T, n] bool; an episode ended here with success at any time.
         env_ids: [n].
@@ -95,7 +95,7 @@ class DemonstrationRows:
 
 @dataclass
 class RolloutReport:
-    """Env worker to driver: what happened in one rollout."""
+    """Env worker to driver: what happened in one rollout. Replaced processes and lost episodes are those so far."""
 
     episodes: list[Episode] = field(default_factory=list)
     env_steps: int = 0
@@ -114,4 +114,17 @@ class RolloutReport:
             busy_fraction=sum(report.busy_fraction for report in reports) / len(reports),
             replaced_processes=sum(report.replaced_processes for report in reports),
             lost_episodes=sum(report.lost_episodes for report in reports),
+        )
+
+    def then(self, later: RolloutReport) -> RolloutReport:
+        """One report for a rollout and the next one."""
+        seconds = self.seconds + later.seconds
+        busy = self.busy_fraction * self.seconds + later.busy_fraction * later.seconds
+        return RolloutReport(
+            episodes=[*self.episodes, *later.episodes],
+            env_steps=self.env_steps + later.env_steps,
+            seconds=seconds,
+            busy_fraction=busy / seconds if seconds else 0.0,
+            replaced_processes=later.replaced_processes,
+            lost_episodes=later.lost_episodes,
         )

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from embodied_rl.build import env_settings
-from embodied_rl.config import Config
+from embodied_rl.config import Config, EnvConfig
 from embodied_rl.demonstrations import DatasetError, Demonstrations, differences
 from embodied_rl.faults import Fault
 
@@ -39,6 +39,9 @@ def demonstration_faults(config: Config) -> list[Fault]:
         problem = "one episode, and at least one is held out to measure on"
         faults.append(Fault("sft.data", config.sft.data, problem, "collect more with --resume --episodes"))
     own, theirs = _shown(asdict(env_settings(config.env))), _shown(demonstrations.settings["env"])
+    defaults = env_settings(EnvConfig(kind=config.env.kind)).simulator  # for options that did not exist yet
+    missing = {key: defaults[key] for key in own["simulator"] if key in defaults and key not in theirs["simulator"]}
+    theirs["simulator"] |= missing
     for difference in differences(theirs, own, "env."):
         problem = f"the demonstrations are of another env: {difference}"
         faults.append(Fault("sft.data", config.sft.data, problem, "collect them with this recipe, or change it"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from envs.base import EnvError, Episode, evaluation_seed
 
 VALIDATION_SEED = 0  # evaluations during training
 TEST_SEED = 1_000_000  # the final evaluation: seeds that no decision of the run has seen
+FINAL, BEFORE = "evaluation.json", "evaluation_before.json"  # the files of a run's evaluations at its end and its start
 VIDEO_FPS = 10  # where the env does not say how fast its time runs
 HOLD_S = 1.5  # how long a video stays on its last frame
 
@@ -43,8 +45,9 @@ def write_record(
     base_seed: int,
     deterministic: bool,
     checkpoint: str,
+    file: str = FINAL,
 ) -> dict[str, Any]:
-    """Write `evaluation.json`: every episode, the rates, and the fingerprint of what was evaluated."""
+    """Write a file such as `evaluation.json`: every episode, the rates, and the fingerprint of what was evaluated."""
     successes = sum(episode.success_once for episode in episodes)
     record: dict[str, Any] = {
         "n": len(episodes),
@@ -63,9 +66,9 @@ def write_record(
     }
     for key, value in evaluation_metrics(episodes, has_success, "").items():
         record[key.removeprefix("/")] = value
-    temporary = run_dir / "evaluation.json.tmp"
+    temporary = run_dir / f"{file}.tmp"
     temporary.write_text(json.dumps(record, indent=1))
-    os.replace(temporary, run_dir / "evaluation.json")
+    os.replace(temporary, run_dir / file)
     return record
 
 
@@ -83,8 +86,20 @@ def describe(record: dict[str, Any]) -> str:
     return f"success {record['success_once']:.3f} ({counts}) on seeds that training never used"
 
 
+def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """One line for the console: by how many points success has risen, with Newcombe's interval (1998, method 10)."""
+    (low_0, high_0), (low_1, high_1) = before["interval_95"], after["interval_95"]
+    first, last = before["successes"] / before["n"], after["successes"] / after["n"]
+    low = last - first - math.hypot(last - low_1, high_0 - first)
+    high = last - first + math.hypot(high_1 - last, first - low_0)
+    counts = f"from {before['successes']}/{before['n']} to {after['successes']}/{after['n']}"
+    return (
+        f"change      {100 * (last - first):+.0f} points, {counts} (95% interval {100 * low:+.0f} to {100 * high:+.0f})"
+    )
+
+
 def record_videos(
-    team: Any, episodes: Sequence[Episode], count: int, run_dir: Path, tracker: Tracker, step: int
+    team: Any, episodes: Sequence[Episode], count: int, run_dir: Path, tracker: Tracker, step: int, prefix: str = ""
 ) -> tuple[list[Path], str]:
     """Write videos of episodes, failures (or low returns) first; returns their paths, and why there are none if so."""
     from embodied_rl.video import write_mp4
@@ -105,11 +120,11 @@ def record_videos(
     for episode, film in zip(chosen, films, strict=True):
         outcome = "success" if episode.success_once else "failure"
         outcome = outcome if has_success else f"return_{episode.episode_return:.0f}"
-        path = run_dir / "videos" / f"seed_{episode.seed}_{outcome}.mp4"
+        path = run_dir / "videos" / f"{prefix}seed_{episode.seed}_{outcome}.mp4"
         path.parent.mkdir(parents=True, exist_ok=True)
         fps = team.config.env.control_freq or VIDEO_FPS
         write_mp4(path, [*film, *[film[-1]] * round(HOLD_S * fps)], fps)
-        tracker.video(step, f"videos/{outcome}_{episode.seed}", path)
+        tracker.video(step, f"videos/{prefix}{outcome}_{episode.seed}", path)
         paths.append(path)
     return paths, ""
 

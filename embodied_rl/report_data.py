@@ -22,6 +22,7 @@ class Run:
     config_text: str
     metrics: list[dict[str, Any]]
     evaluation: dict[str, Any] | None
+    before: dict[str, Any] | None
     trace: dict[str, Any] | None
     videos: list[Path]
     written_at: float
@@ -133,6 +134,7 @@ def load_run(run_dir: Path) -> Run:
         config_text=config_text,
         metrics=read_metrics(path),
         evaluation=_read_object(path / "evaluation.json", problems),
+        before=_read_object(path / "evaluation_before.json", problems),
         trace=_read_object(path / "trace.json", problems),
         videos=sorted((path / "videos").glob("*.mp4")),
         written_at=(path / METRICS_FILE).stat().st_mtime,

@@ -101,6 +101,7 @@ def learning(run: Run) -> str:
             "s1": '<i class="dash s1"></i>',
             "s2": '<i class="ring s2"></i>',
             "s3": '<i class="ring s3"></i>',
+            "s4": '<i class="ring s4"></i>',
         }
         legend = "".join(f'<span class="key">{keys[one.colour]}{escape(one.name)}</span>' for one in success)
         sizes = {
@@ -143,6 +144,10 @@ def success_series(run: Run) -> list[Series]:
         intervals = [wilson_interval(round(y * n), n) for y in ys] if n else None
         out.append(Series("evaluation during training", xs, ys, "s2", points=True, interval=intervals))
     counted = run.success_count
+    if run.before and run.before.get("successes") is not None:
+        before = (run.before["successes"], run.before["n"])
+        name, interval = "before training", [wilson_interval(*before)]
+        out.append(Series(name, [0.0], [before[0] / before[1]], "s4", points=True, interval=interval))
     if counted and finite(run.last.get(run.x_key)):
         x, rate = float(run.last[run.x_key]), counted[0] / counted[1]
         out.append(Series("final evaluation", [x], [rate], "s3", points=True, interval=[wilson_interval(*counted)]))
@@ -164,6 +169,9 @@ def evaluation(run: Run) -> str:
         low, high = wilson_interval(*counted)
         rows.append(("Success at any time", f"{counted[0]} of {counted[1]}, {counted[0] / counted[1]:.1%}"))
         rows.append(("95 % interval (Wilson)", f"{low:.1%} to {high:.1%}"))
+    if run.before and run.before.get("successes") is not None:
+        (low, high), successes, n = run.before["interval_95"], run.before["successes"], run.before["n"]
+        rows.append(("Before training", f"{successes} of {n}, {successes / n:.1%} ({low:.1%} to {high:.1%})"))
     at_end = [bool(episode["success_at_end"]) for episode in episodes if "success_at_end" in episode]
     if at_end:
         rows.append(("Success at the end", f"{sum(at_end)} of {len(at_end)}, {sum(at_end) / len(at_end):.1%}"))

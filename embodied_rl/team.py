@@ -31,7 +31,7 @@ GROUPS = ("actor", "rollout", "env")
 
 @dataclass
 class TeamIteration:
-    """One rollout and the update from it."""
+    """The rollouts of an iteration and the update from them; `schedule` is that of the last one."""
 
     rollout: RolloutReport
     policy_calls: int
@@ -93,16 +93,22 @@ class Team:
         self._weights.iterate({"request": [None]})
 
     def iterate(self, iteration: int, left: int) -> TeamIteration:
-        """One iteration of the training flow, of which `left` will be run, under the best plan known."""
-        self.schedule.executor.number = iteration
-        done, metrics = self.schedule.iterate(left=left)
-        reports = done.reports
-        return TeamIteration(
-            RolloutReport.merge(reports["env.rollout"]),
-            sum(reports["rollout.generate"]),
-            reports["actor.update"][0],
-            metrics,
-        )
+        """One iteration of the training flow, of which `left` will be run, under the best plan known.
+
+        The flow is run until the actor has what it learns from: see `rollout.epochs`.
+        """
+        rollouts, calls = None, 0
+        learned: dict[str, float] = {}
+        schedule: dict[str, float] = {}
+        while not learned:
+            self.schedule.executor.number = iteration
+            done, schedule = self.schedule.iterate(left=left)
+            report = RolloutReport.merge(done.reports["env.rollout"])
+            rollouts = rollouts.then(report) if rollouts else report
+            calls += sum(done.reports["rollout.generate"])
+            learned = done.reports["actor.update"][0]
+        assert rollouts is not None
+        return TeamIteration(rollouts, calls, learned, schedule)
 
     def evaluate(self, episodes: int, base_seed: int, deterministic: bool) -> list[Episode]:
         """Run evaluation episodes, each seed once; sorted by seed, with their actions."""

@@ -19,8 +19,10 @@ from embodied_rl.config import Config
 from embodied_rl.console import interrupt_on_termination, reported
 from embodied_rl.data import RolloutReport
 from embodied_rl.evaluate import (
+    BEFORE,
     TEST_SEED,
     VALIDATION_SEED,
+    compare,
     describe,
     evaluation_metrics,
     record_videos,
@@ -133,6 +135,7 @@ class Training:
         """Train to the end of the budget or the success aimed at, then evaluate."""
         self._write_processes()
         self.team.sync_weights()
+        self._evaluate_before()
         total = self.config.train.iterations
         with TrainProgress(total, start_iteration=self.iteration) as progress:
             while self.iteration < total and not self.reached:
@@ -281,6 +284,20 @@ class Training:
 
     # ------------------------------------------------------------------------------------------ the end
 
+    def _evaluate_before(self) -> None:
+        """Evaluate what the run begins with, on the seeds of the final evaluation, if that is wanted and not done."""
+        settings, file = self.config.evaluation, self.run_dir / BEFORE
+        if not settings.before or self.iteration or file.exists():
+            return
+        print(f"before training: evaluating {settings.final_episodes} episodes", flush=True)
+        episodes = self.team.evaluate(settings.final_episodes, TEST_SEED, settings.deterministic)
+        has_success = self.team.spec.has_success
+        record = write_record(
+            self.run_dir, episodes, has_success, self.config, TEST_SEED, settings.deterministic, "", BEFORE
+        )
+        print(f"before training: {describe(record)}", flush=True)
+        record_videos(self.team, episodes, settings.videos, self.run_dir, self.tracker, 0, "before_")
+
     def _evaluate_finally(self) -> None:
         """Evaluate the best checkpoint by the evaluations during training, the last one where there were none."""
         settings = self.config.evaluation
@@ -302,6 +319,9 @@ class Training:
             checkpoint.name if checkpoint else "",
         )
         self.results.append(describe(record))
+        before = self.run_dir / BEFORE
+        if before.exists() and self.team.spec.has_success:
+            self.results.append(compare(json.loads(before.read_text()), record))
         shown = {f"final/{key}": value for key, value in record.items() if isinstance(value, int | float)}
         self.tracker.summary(shown)
         rows = [list(episode.values()) for episode in record["episodes"]]

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from envs import physx_history
+from envs import mesh_detail, physx_history
 from envs.base import ActionSpec, Env, EnvError, EnvSettings, Step
 from envs.catalog import download_command, maniskill_envs, missing_assets
 
@@ -39,6 +39,7 @@ SIMULATOR_KEYS = (
     "control_freq",
     "image_size",
     "shader",
+    "mesh_detail",
     "render",
     "sim_backend",
 )
@@ -47,8 +48,9 @@ SIMULATOR_KEYS = (
 class ManiSkillEnv(Env):
     """One ManiSkill env on `physx_cpu`.
 
-    `settings.simulator` keys: control_mode, reward_mode, sim_freq, control_freq, image_size, shader, `render` (true:
-    pictures for people can be taken) and sim_backend (`uses_gpu` reads it).
+    `settings.simulator` keys: control_mode, reward_mode, sim_freq, control_freq, image_size, shader, mesh_detail
+    (metres; see `mesh_detail.simplify`), `render` (true: pictures for people can be taken, in full detail) and
+    sim_backend (`uses_gpu` reads it).
     """
 
     def __init__(self, settings: EnvSettings) -> None:
@@ -102,6 +104,8 @@ class Simulation:
         self.num_envs = num_envs
         env, self._has_renderer = _make(settings, num_envs, backend)
         self._env = env.unwrapped
+        if self._images and settings.simulator.get("mesh_detail") and not settings.simulator.get("render"):
+            mesh_detail.simplify(self._env.scene, settings.simulator["mesh_detail"])
         self._info: Any = None
         self._obs: Any = None
         space = self._env.single_action_space

@@ -101,7 +101,7 @@ class Policy(nn.Module):
 
     @contextmanager
     def at_temperature(self, temperature: float | None) -> Iterator[None]:
-        """In here tokens are sampled at another temperature, if one is given. Raises ValueError for a policy without."""
+        """In here tokens are sampled at a temperature, if one is given. Raises ValueError for a policy without."""
         if temperature is not None:
             raise ValueError(f"{type(self).__name__} has no temperature")
         yield

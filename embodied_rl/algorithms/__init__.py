@@ -7,6 +7,7 @@ ranks and micro-batches.
 
 from embodied_rl.algorithms.advantages import (
     GroupKind,
+    chunk_gae,
     gae,
     group_advantages,
     groups_within,
@@ -38,6 +39,7 @@ __all__ = [
     "RatioLevel",
     "ReductionMode",
     "ValueLossKind",
+    "chunk_gae",
     "cispo_loss",
     "gae",
     "group_advantages",

@@ -67,6 +67,67 @@ def gae(
 
 
 @torch.no_grad()
+def chunk_gae(
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    valid: Tensor,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """GAE where the policy decides on chunks of actions: over chunks, or over their actions.
+
+    With one value for a chunk, a time step is a chunk and its reward the sum over its valid sub-steps. With a value for
+    each action (RLinf-VLA, arXiv 2510.06710), a time step is a sub-step.
+
+    Args:
+        reward: `[T, N, C]`.
+        value: `[T, N]`, or `[T, N, C]` for a value of each action.
+        next_value: `[T, N]`, V of the observation after the chunk (its first action's); where an episode ended within
+            the chunk, V of its final observation.
+        terminated: `[T, N, C]` bool.
+        truncated: `[T, N, C]` bool.
+        valid: `[T, N, C]` bool, the sub-steps that were executed.
+        gamma: discount of one time step.
+        lam: decay of the trace.
+
+    Returns:
+        `(advantage, return)` of the shape of `value`; 0 where nothing was executed.
+
+    Raises:
+        ValueError: the shapes do not fit, or a mask is not bool.
+    """
+    require_same_shape(reward=reward, terminated=terminated, truncated=truncated, valid=valid)
+    require_bool(terminated=terminated, truncated=truncated, valid=valid)
+    if value.shape == reward.shape[:2]:
+        reward = torch.where(valid, reward, 0.0).sum(-1)
+        terminated, truncated = (valid & terminated).any(-1), (valid & truncated).any(-1)
+        return gae(reward, value, next_value, terminated, truncated, gamma, lam, valid.any(-1))
+    require_same_shape(value=value, reward=reward)
+    following = torch.cat([value[..., 1:], next_value[..., None]], dim=-1)
+    following = torch.where(terminated | truncated, next_value[..., None], following)
+    steps, envs, actions = reward.shape
+
+    def by_time(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).reshape(steps * actions, envs)
+
+    advantage, returns = gae(
+        by_time(reward),
+        by_time(value),
+        by_time(following),
+        by_time(terminated),
+        by_time(truncated),
+        gamma,
+        lam,
+        by_time(valid),
+    )
+    advantage, returns = (x.reshape(steps, actions, envs).transpose(1, 2) for x in (advantage, returns))
+    return advantage, returns
+
+
+@torch.no_grad()
 def group_advantages(
     score: Tensor,
     group_id: Tensor,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +20,15 @@ from embodied_rl.checkpoint import load_checkpoint, save_checkpoint
 from embodied_rl.config import Config
 from embodied_rl.data import Trajectories
 from embodied_rl.sums import Sums
+from embodied_rl.workers.batch import Batch, Gathered, decisions
+from embodied_rl.workers.parity import Gap, disagreement
 from envs.base import EnvSpec
 from policies import Policy
 from scheduler.stage import Output
 from scheduler.worker import Worker
 
+CRITIC = "critic"  # what names of its parameters begin with
 PARITY_BATCH = 64  # decisions whose log-probabilities are compared before the first update
-PARITY_LIMIT = 0.1  # more than bfloat16 rounds differently in batches of other sizes
-
-
-@dataclass
-class _Batch:
-    """One iteration's decisions, flattened: B = the valid ones of T * N."""
-
-    observation: dict[str, Tensor]  # [B, ...]
-    token: Tensor  # [B, C, A]
-    logprob: Tensor  # [B, C, A]
-    valid: Tensor  # [B, C]
-    value: Tensor  # [B]
-    advantage: Tensor  # [B]
-    returns: Tensor  # [B]
-
-    def rows(self, index: Tensor) -> _Batch:
-        own = {key: value[index] for key, value in self.__dict__.items() if key != "observation"}
-        return _Batch(observation={key: value[index] for key, value in self.observation.items()}, **own)
-
-    def __len__(self) -> int:
-        return len(self.token)
 
 
 def _free_cache() -> None:
@@ -61,6 +42,8 @@ class ActorWorker(Worker):
 
     policy: Policy
     optimizer: torch.optim.Optimizer
+    warms_up = False  # the critic alone learns
+    gap: Gap | None = None  # measured in the first optimiser step of an iteration
 
     def __init__(self, config: Config) -> None:
         torch.set_num_threads(1)
@@ -68,12 +51,15 @@ class ActorWorker(Worker):
         self.device = torch.device("cuda" if self.context.device_kind == "gpu" else "cpu")
         self.generator = torch.Generator().manual_seed(config.seed * 1009 + self.rank)
         self.has_learned = False
+        self.gathered = Gathered()
 
     def build(self, spec: EnvSpec) -> None:
         """Build the policy for the envs and its optimiser, and meet the other ranks."""
         self.spec = spec
         self.policy = build_policy(self.config, spec).to(self.device)
         self.optimizer = torch.optim.Adam(self._parameter_groups(), eps=1e-5)
+        if self.config.algorithm.kl_coef:
+            self.beginning = {name: tensor.cpu().clone() for name, tensor in self.policy.learned_state().items()}
         if self.world_size > 1:
             self._join_peers()
 
@@ -85,7 +71,7 @@ class ActorWorker(Worker):
         named = [(name, p) for name, p in self.policy.named_parameters() if p.requires_grad]
         return [
             {
-                "params": [p for name, p in named if name.startswith("critic") is critic],
+                "params": [p for name, p in named if name.startswith(CRITIC) is critic],
                 "lr": rate,
                 "base_lr": rate,
             }
@@ -128,42 +114,80 @@ class ActorWorker(Worker):
     # ------------------------------------------------------------------------------------------ learning
 
     def update(self, trajectories: list[Trajectories]) -> Output:
-        """Learn from this rank's share of one iteration's streams.
+        """Learn from this rank's share of an iteration's streams, once enough rollouts have been gathered.
 
-        Gives the new parameters (rank 0 does); reports the metrics, the same on every rank.
+        Gives the new parameters (rank 0 does); reports the metrics, the same on every rank. Gives and reports nothing
+        while more rollouts are needed: see `rollout.epochs` and `algorithm.filter_rollouts`.
         """
         rollout = Trajectories.concatenate(trajectories)
-        if not self.has_learned:
+        if not self.has_learned and not self.gathered.batches:
             self._require_equal_policies(rollout)
-        metrics = self._learn(rollout, self.iteration)
+        self._gather(rollout)
+        if not self._has_enough():
+            return Output([], {})
+        metrics = self._learn(self.iteration)
         self.has_learned = True
         return Output(self.weights([]) if self.rank == 0 else [], metrics)
 
-    def _learn(self, rollout: Trajectories, iteration: int) -> dict[str, float]:
-        sums = Sums()
-        batch = self._prepare(rollout, sums)
+    def _gather(self, rollout: Trajectories) -> None:
+        decisions(rollout, self.config.algorithm, self.gathered)
+        seen = {key: rollout.observation[key] for key in self.policy.statistics_of}
+        self.gathered.seen.append({**seen, "valid": rollout.valid.any(-1)})
+
+    def _has_enough(self) -> bool:
+        """Whether the rollouts so far make a batch: their number, or that of the groups which filtering left."""
+        algorithm, epochs = self.config.algorithm, self.config.rollout.epochs
+        if not algorithm.filters_groups:
+            return len(self.gathered.batches) >= epochs
+        wanted = epochs * self.config.env.num_envs // algorithm.group_size
+        groups = int(self._total(torch.tensor(self.gathered.groups)))
+        return groups >= wanted or len(self.gathered.batches) >= epochs * algorithm.filter_rollouts
+
+    def _learn(self, iteration: int) -> dict[str, float]:
+        """Update from what was gathered."""
+        algorithm, gathered, self.gathered = self.config.algorithm, self.gathered, Gathered()
+        batch, sums = Batch.concatenate(gathered.batches), gathered.sums
+        if algorithm.normalise_advantage == "batch":
+            batch.advantage = self._normalise(batch.advantage, batch.counts)
+        if algorithm.name == "ppo":
+            variance = self._explained_variance(batch.value, batch.returns, batch.counts)
+            sums.add("losses/explained_variance", variance)
         self._set_learning_rate(iteration)
         count = int(self._total(torch.tensor(len(batch))))
         sums.add("losses/samples", count)
         sums.add("losses/learning_rate", self.optimizer.param_groups[0]["lr"])
-        if self.config.algorithm.name == "grpo":  # an iteration whose groups were all filtered out says so
+        if algorithm.name == "grpo":  # an iteration whose groups were all filtered out says so
             sums.add("grpo/empty_iteration", float(count == 0))
         if count:
+            self.warms_up = iteration < algorithm.critic_warmup
+            if algorithm.kl_coef and not self.warms_up:
+                batch.reference = self._reference_logprob(batch)
+            self.gap = Gap()
             self._optimise(batch, sums)
-        self._observe(rollout)
+        for seen in gathered.seen:
+            self._observe(seen)
         return sums.means(self._total)
 
-    def _observe(self, rollout: Trajectories) -> None:
-        """Let the policy take in the iteration's observations, those of all ranks in the order of ranks."""
-        seen = {key: rollout.observation[key].to(self.device) for key in self.policy.statistics_of}
-        seen["valid"] = rollout.valid.any(-1).to(self.device)
+    @torch.no_grad()
+    def _reference_logprob(self, batch: Batch) -> Tensor:
+        """Log-probs [B, C, A] under the policy that the run began with."""
+        current = {name: tensor.clone() for name, tensor in self.policy.learned_state().items()}
+        self.policy.load_learned_state(self.beginning)
+        found = [torch.empty(0, *batch.logprob.shape[1:])]
+        for index in torch.arange(len(batch)).split(self.config.algorithm.micro_batch or PARITY_BATCH):
+            some = batch.rows(index, self.device)
+            found.append(self.policy.evaluate(some.observation, some.token)[0].float().cpu())
+        self.policy.load_learned_state(current)
+        return torch.cat(found)
+
+    def _observe(self, own: dict[str, Tensor]) -> None:
+        """Let the policy take in a rollout's observations, those of all ranks in the order of ranks."""
         for source in range(self.world_size):
+            shared = {key: value.to(self.device) for key, value in own.items()}
             if self.world_size > 1:
-                shared = {key: value.clone() for key, value in seen.items()}
+                shared = {key: value.clone() for key, value in shared.items()}
                 for value in shared.values():
                     dist.broadcast(value, source)
-            else:
-                shared = seen
             self.policy.observe(shared, shared["valid"])
 
     @torch.no_grad()
@@ -174,12 +198,10 @@ class ActorWorker(Worker):
         take = lambda x: x[valid][some].to(self.device)  # noqa: E731
         observation = {key: take(value) for key, value in rollout.observation.items()}
         logprob, _, _ = self.policy.evaluate(observation, take(rollout.token))
-        apart = float((logprob - take(rollout.logprob)).abs()[take(rollout.valid)].mean())
-        if apart > PARITY_LIMIT:
-            raise RuntimeError(
-                f"before the first update, log-probabilities of the actor and of the rollout workers are {apart:.3g} "
-                f"apart on average (rounding explains {PARITY_LIMIT} at most): they do not have the same policy"
-            )
+        slots = valid.nonzero()[some]
+        slots = torch.stack([slots[:, 0], rollout.env_ids[slots[:, 1]]], dim=1)
+        if problem := disagreement(logprob, take(rollout.logprob), take(rollout.valid), slots):
+            raise RuntimeError(problem)
 
     def _set_learning_rate(self, iteration: int) -> None:
         algorithm = self.config.algorithm
@@ -187,85 +209,31 @@ class ActorWorker(Worker):
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * left
 
-    def _prepare(self, rollout: Trajectories, sums: Sums) -> _Batch:
-        """Advantages and returns, and only the decisions that count."""
-        valid = rollout.valid.any(-1)
-        reward = torch.where(rollout.valid, rollout.reward, 0.0).sum(-1)
-        if self.config.algorithm.name == "ppo":
-            advantage, returns = rl.gae(
-                reward,
-                rollout.value,
-                rollout.next_value,
-                rollout.terminated.any(-1),
-                rollout.truncated.any(-1),
-                self.config.algorithm.gamma,
-                self.config.algorithm.lam,
-                valid,
-            )
-        else:
-            advantage, valid = self._group_advantage(rollout, reward, valid, sums)
-            returns = rollout.value
-        if self.config.algorithm.normalise_advantage == "batch":
-            advantage = self._normalise(advantage, valid)
-        if self.config.algorithm.name == "ppo":
-            sums.add("losses/explained_variance", self._explained_variance(rollout.value, returns, valid))
-        device = self.device
-        return _Batch(
-            observation={key: value[valid].to(device) for key, value in rollout.observation.items()},
-            token=rollout.token[valid].to(device),
-            logprob=rollout.logprob[valid].to(device),
-            valid=rollout.valid[valid].to(device),
-            value=rollout.value[valid].to(device),
-            advantage=advantage[valid].to(device),
-            returns=returns[valid].to(device),
-        )
-
-    def _group_advantage(
-        self, rollout: Trajectories, reward: Tensor, valid: Tensor, sums: Sums
-    ) -> tuple[Tensor, Tensor]:
-        """One advantage for each env's episode, repeated over its steps; and the steps that remain."""
-        algorithm = self.config.algorithm
-        group_id = rollout.env_ids // algorithm.group_size
-        intact = ~rollout.lost.any(0)
-        success = rollout.success.any(0).float()
-        score = success if algorithm.group_score == "success" else torch.where(valid, reward, 0.0).sum(0)
-        advantage = rl.group_advantages(score, group_id, algorithm.group_advantage, valid=intact)
-        sums.add("grpo/zero_std_fraction", rl.zero_std_fraction(score, group_id, intact))
-        kept = intact
-        if algorithm.filter_low is not None or algorithm.filter_high is not None:
-            low, high = (
-                algorithm.filter_low or 0.0,
-                1.0 if algorithm.filter_high is None else algorithm.filter_high,
-            )
-            kept = intact & rl.groups_within(success, group_id, low, high, intact)
-            sums.add("grpo/kept_fraction", float(kept.float().mean()))
-        return advantage.expand_as(reward), valid & kept
-
-    def _optimise(self, batch: _Batch, sums: Sums) -> None:
+    def _optimise(self, batch: Batch, sums: Sums) -> None:
         algorithm = self.config.algorithm
         for _ in range(algorithm.epochs):
             order = torch.randperm(len(batch), generator=self.generator)
             for index in order.tensor_split(algorithm.minibatches):
-                minibatch = batch.rows(index.to(self.device))
-                if not self._step(minibatch, sums):
+                if not self._step(batch.rows(index), sums):
                     return
 
-    def _step(self, minibatch: _Batch, sums: Sums) -> bool:
+    def _step(self, minibatch: Batch, sums: Sums) -> bool:
         """One optimiser step; False, without a step, once the divergence is beyond the target."""
         algorithm = self.config.algorithm
         if algorithm.normalise_advantage == "minibatch":
-            everything = torch.ones_like(minibatch.advantage, dtype=torch.bool)
-            minibatch.advantage = self._normalise(minibatch.advantage, everything)
+            minibatch.advantage = self._normalise(minibatch.advantage, minibatch.counts)
         totals = self._normalisers(minibatch)
         sums.begin_minibatch()
         self.optimizer.zero_grad()
         kl = torch.zeros((), device=self.device)
-        size = algorithm.micro_batch or max(len(minibatch), 1)
-        for first in range(0, len(minibatch), size):
-            micro = minibatch.rows(torch.arange(first, min(first + size, len(minibatch)), device=self.device))
-            loss, divergence = self._loss(micro, totals, sums)
+        for rows in torch.arange(len(minibatch)).split(algorithm.micro_batch or max(len(minibatch), 1)):
+            loss, divergence = self._loss(minibatch.rows(rows, self.device), totals, sums)
             loss.backward()
             kl += divergence
+        if self.gap is not None:
+            for name, value in self.gap.metrics(self._total, self._largest).items():
+                sums.add(name, value)
+            self.gap = None
         kl = self._total(kl)
         if algorithm.target_kl is not None and float(kl) > algorithm.target_kl:
             return False
@@ -273,31 +241,42 @@ class ActorWorker(Worker):
         self.optimizer.step()
         return True
 
-    def _normalisers(self, minibatch: _Batch) -> dict[str, Tensor]:
-        """Global denominators of the policy terms (at ratio level) and of the value terms."""
+    def _normalisers(self, minibatch: Batch) -> dict[str, Tensor]:
+        """Global denominators: of the policy's terms at ratio level and by tokens, and of the value's."""
         algorithm = self.config.algorithm
-        _, mask = rl.log_ratio(minibatch.logprob, minibatch.logprob, minibatch.valid, algorithm.ratio_level)
-        policy = rl.normaliser(mask, algorithm.aggregation, max_length=int(mask[0].numel()) if len(mask) else 1)
-        elements = mask.sum().float()
-        decisions = torch.tensor(float(len(minibatch)), device=self.device)
-        return {
-            "policy": self._total(policy),
-            "elements": self._total(elements),
-            "value": self._total(decisions),
+        zero = torch.zeros_like(minibatch.logprob)
+        _, mask = rl.log_ratio(zero, zero, minibatch.valid, algorithm.ratio_level)
+        _, tokens = rl.log_ratio(zero, zero, minibatch.valid, "token")
+        _, entropies = rl.log_ratio(zero, zero, minibatch.valid, algorithm.entropy_level)
+        longest = lambda mask: int(mask[0].numel()) if len(mask) else 1  # noqa: E731
+        counts = {
+            "policy": rl.normaliser(mask, algorithm.aggregation, longest(mask)),
+            "elements": mask.sum().float(),
+            "tokens": rl.normaliser(tokens, algorithm.aggregation, longest(tokens)),
+            "entropy": entropies.sum().float(),
+            "value": minibatch.counts.sum().float(),
         }
+        return {name: self._total(count.to(self.device)) for name, count in counts.items()}
 
-    def _loss(self, micro: _Batch, totals: dict[str, Tensor], sums: Sums) -> tuple[Tensor, Tensor]:
+    def _loss(self, micro: Batch, totals: dict[str, Tensor], sums: Sums) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the global loss, and of the mean divergence."""
         algorithm = self.config.algorithm
         logprob, entropy, value = self.policy.evaluate(micro.observation, micro.token)
+        if self.gap is not None:
+            self.gap.add(logprob, micro.logprob, micro.valid)
         ratio, mask = rl.log_ratio(logprob, micro.logprob, micro.valid, algorithm.ratio_level)
         policy = rl.policy_loss(
             ratio, micro.advantage, mask, algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
         )
         policy_loss = rl.reduce(policy.loss, mask, algorithm.aggregation, totals["policy"])
-        steps = torch.where(micro.valid[..., None], entropy, 0.0).sum((-1, -2))
-        entropy_mean = steps.sum() / totals["value"]
+        tokens = micro.valid[..., None].expand_as(entropy)
+        entropy_mean = torch.where(tokens, entropy, 0.0).sum() / totals["entropy"]
         loss = policy_loss - algorithm.entropy_coef * entropy_mean
+        if micro.reference is not None:
+            per_token = rl.kl_penalty(logprob, micro.reference, algorithm.kl_kind, tokens)
+            kl_mean = rl.reduce(per_token, tokens, algorithm.aggregation, totals["tokens"])
+            loss = loss + algorithm.kl_coef * kl_mean
+            sums.add_part("losses/kl_reference", kl_mean)
         if algorithm.name == "ppo":
             per_value, value_clipped = rl.value_loss(
                 value,
@@ -306,6 +285,7 @@ class ActorWorker(Worker):
                 algorithm.value_clip,
                 algorithm.value_loss,
                 algorithm.huber_delta,
+                micro.counts,
             )
             value_loss = per_value.sum() / totals["value"]
             loss = loss + algorithm.value_coef * value_loss
@@ -327,6 +307,12 @@ class ActorWorker(Worker):
             dist.all_reduce(x)
         return x
 
+    def _largest(self, x: Tensor) -> Tensor:
+        """The maximum over ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+        return x
+
     def _normalise(self, advantage: Tensor, mask: Tensor) -> Tensor:
         count, total, squares = (self._total(moment) for moment in rl.masked_moments(advantage, mask))
         mean, std = rl.mean_and_std(count, total, squares)
@@ -341,7 +327,12 @@ class ActorWorker(Worker):
         return 1.0 - spread[0] / spread[1] if spread[1] > 0 else float("nan")
 
     def _reduce_and_clip_gradients(self) -> Tensor:
-        parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        """In a warm-up of the critic nothing else has gradients afterwards, so that the policy stays what it was."""
+        named = [(name, parameter) for name, parameter in self.policy.named_parameters() if parameter.requires_grad]
+        parameters = [parameter for name, parameter in named if not self.warms_up or name.startswith(CRITIC)]
+        if self.warms_up:
+            for name, parameter in named:
+                parameter.grad = parameter.grad if name.startswith(CRITIC) else None
         if self.world_size > 1:
             for parameter in parameters:  # a rank whose share was empty takes part with zeros
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -381,6 +372,7 @@ class ActorWorker(Worker):
             "policy": self.policy.learned_state(),
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
+            "gathered": self.gathered,
         }
 
     def restore(self, states: list[Any]) -> None:
@@ -388,6 +380,7 @@ class ActorWorker(Worker):
         self.policy.load_learned_state(states[0]["policy"])
         self.optimizer.load_state_dict(states[0]["optimizer"])
         self.generator.set_state(states[self.rank % len(states)]["generator"])
+        self.gathered = states[self.rank % len(states)]["gathered"]
 
     def load_policy(self, checkpoint: Path) -> None:
         """Take the parameters of a checkpoint and nothing else."""

@@ -83,7 +83,7 @@ class RolloutWorker(Worker):
                         recorder.outcome(
                             message.step - 1,
                             message.outcome,
-                            output.value,
+                            _first(output.value),
                             self._final_values(message.outcome),
                         )
                     recorder.decision(message.step, observation, output)
@@ -95,6 +95,10 @@ class RolloutWorker(Worker):
 
     def serve(self, link: Link, deterministic: bool) -> None:
         """Answer observations with actions, for an evaluation, until all env workers have said that they are done."""
+        with self.policy.at_temperature(self.config.evaluation.temperature):
+            self._serve(link, deterministic)
+
+    def _serve(self, link: Link, deterministic: bool) -> None:
         running = link.loop.ranks[0]
         while running:
             stream, message = link.next()
@@ -118,8 +122,10 @@ class RolloutWorker(Worker):
 
     @torch.no_grad()
     def _value(self, observation: dict[str, Any]) -> Tensor:
+        """V(observation) [n]: of the first action, where each has its own."""
         count = len(next(iter(observation.values())))
-        return torch.cat([self.policy.value(_rows(observation, rows)) for rows in self._blocks(count)])
+        values = torch.cat([self.policy.value(_rows(observation, rows)) for rows in self._blocks(count)])
+        return _first(values)
 
     def _final_values(self, outcome: ChunkResult | None) -> Tensor:
         """V(final observation) of the envs that ended, zero elsewhere."""
@@ -152,6 +158,11 @@ def _rows(observation: dict[str, Any], rows: slice | np.ndarray) -> dict[str, An
         key: [value[i] for i in np.arange(len(value))[rows]] if isinstance(value, list) else value[rows]
         for key, value in observation.items()
     }
+
+
+def _first(value: Tensor) -> Tensor:
+    """Values [n] or [n, C] -> [n]."""
+    return value if value.ndim == 1 else value[:, 0]
 
 
 class _Recorder:

@@ -232,7 +232,8 @@ class ActionTokenPolicy(Policy):
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the network, adapters merged, as a checkpoint in the published format, which has no value head.
 
-        Small files of the checkpoint that it came from, such as its code, go with it.
+        Small files of the checkpoint that it came from, such as its code, go with it, and `policy_settings.json`, which
+        tells how it is to be used.
 
         Raises:
             FileExistsError: there is a checkpoint already.
@@ -240,6 +241,7 @@ class ActionTokenPolicy(Policy):
         save_checkpoint(
             Path(directory), merged_state_dict(self.network), self.config, self.processor, beside=self.directory
         )
+        self.settings.write(Path(directory))
 
 
 def load_network(make: Callable[[], Network], directory: Path | None, dtype: torch.dtype) -> Network:

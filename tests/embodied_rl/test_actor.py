@@ -11,8 +11,8 @@ from torch import Tensor
 
 from embodied_rl.config import Config
 from embodied_rl.data import Trajectories
-from embodied_rl.sums import Sums
 from embodied_rl.workers.actor import ActorWorker
+from embodied_rl.workers.parity import disagreement
 from envs.base import ActionSpec, EnvSpec
 from scheduler.trace import Trace
 
@@ -65,6 +65,11 @@ def rollout(actor: ActorWorker, seed: int = 0) -> Trajectories:
     )  # fmt: skip
 
 
+def learn(actor: ActorWorker, data: Trajectories, iteration: int = 0) -> dict[str, float]:
+    actor._gather(data)
+    return actor._learn(iteration)
+
+
 def parameters(actor: ActorWorker) -> Tensor:
     return torch.nn.utils.parameters_to_vector(actor.policy.parameters()).detach()
 
@@ -114,7 +119,7 @@ def plain_ppo(actor: ActorWorker, data: Trajectories) -> Tensor:
 def test_an_update_equals_that_of_a_plain_single_file_ppo() -> None:
     modular, plain = make_actor(), make_actor()
     data = rollout(modular)
-    modular._learn(data, 0)
+    learn(modular, data, 0)
     torch.testing.assert_close(parameters(modular), plain_ppo(plain, data), rtol=1e-4, atol=1e-6)
 
 
@@ -124,7 +129,7 @@ def test_the_update_does_not_depend_on_the_micro_batch_size(level: str, aggregat
     results = []
     for size in (None, 1, 3):
         actor = make_actor(micro_batch=size, ratio_level=level, aggregation=aggregation, entropy_coef=0.01)
-        metrics = actor._learn(rollout(actor), 0)
+        metrics = learn(actor, rollout(actor), 0)
         results.append((parameters(actor), metrics["losses/policy"], metrics["losses/clip_fraction"]))
     for vector, policy_loss, clip_fraction in results[1:]:
         torch.testing.assert_close(vector, results[0][0], rtol=1e-4, atol=1e-6)
@@ -141,14 +146,14 @@ def test_garbage_where_nothing_happened_reaches_no_parameter_and_no_metric() -> 
     spoiled.logprob[~spoiled.valid] = float("nan")
     spoiled.observation["state"][gone] = float("nan")
     data.reward[~data.valid] = 0.0
-    expected, found = clean._learn(data, 0), dirty._learn(spoiled, 0)
+    expected, found = learn(clean, data, 0), learn(dirty, spoiled, 0)
     assert expected == found and all(np.isfinite(list(found.values())))
     assert torch.equal(parameters(clean), parameters(dirty))
 
 
 def test_clip_fraction_is_a_fraction() -> None:
     actor = make_actor(ratio_level="token", lr=0.1)
-    assert 0 < actor._learn(rollout(actor), 0)["losses/clip_fraction"] <= 1
+    assert 0 < learn(actor, rollout(actor), 0)["losses/clip_fraction"] <= 1
 
 
 def test_every_iteration_shuffles_differently() -> None:
@@ -162,14 +167,14 @@ def test_the_update_stops_without_a_step_once_the_divergence_is_beyond_its_targe
     before = parameters(actor)
     data = rollout(actor)
     data.logprob -= 0.5 * torch.rand_like(data.logprob)
-    actor._learn(data, 0)
+    learn(actor, data, 0)
     assert torch.equal(parameters(actor), before)
 
 
 def test_a_linear_schedule_falls_with_the_iteration_and_not_with_the_number_of_calls() -> None:
     actor = make_actor(lr_schedule="linear", lr=1e-3)
     for _ in range(2):
-        assert actor._learn(rollout(actor), 25)["losses/learning_rate"] == pytest.approx(0.75e-3)
+        assert learn(actor, rollout(actor), 25)["losses/learning_rate"] == pytest.approx(0.75e-3)
 
 
 class TestGroups:
@@ -183,7 +188,7 @@ class TestGroups:
         data.reward[0, :, 0] = torch.tensor(rewards)
         data.success[-1] = data.reward[0, :, 0] > 0
         before = parameters(actor)
-        metrics = actor._learn(data, 0)
+        metrics = learn(actor, data, 0)
         return actor, parameters(actor) - before, metrics
 
     def test_the_critic_does_not_move(self) -> None:
@@ -213,6 +218,176 @@ class TestGroups:
         data = rollout(actor)
         data.valid[:], data.reward[:], data.lost[2, 3] = True, 0.0, True
         data.reward[0, :, 0] = torch.tensor([3.0, 0.0, 0.0, 500.0])
-        batch = actor._prepare(data, Sums())
+        actor._gather(data)
+        (batch,) = actor.gathered.batches
         assert len(batch) == T * 3
         assert sorted(batch.advantage.unique().tolist()) == [-1.0, 2.0]
+
+
+class TestActionValues:
+    """A policy that values each action of a chunk, as OpenVLA-OFT can."""
+
+    def test_garbage_and_micro_batches_change_nothing(self) -> None:
+        results = []
+        for size in (None, 1, 5):
+            actor = make_actor(micro_batch=size, ratio_level="action", lr=1e-2)
+            data = self.with_action_values(actor)
+            if size == 1:
+                data.value[~data.valid] = float("nan")
+            metrics = learn(actor, data)
+            results.append((parameters(actor), metrics["losses/value"], metrics["losses/explained_variance"]))
+        for vector, value_loss, variance in results[1:]:
+            torch.testing.assert_close(vector, results[0][0], rtol=1e-4, atol=1e-6)
+            assert value_loss == pytest.approx(results[0][1], rel=1e-5) and variance == pytest.approx(results[0][2])
+
+    def test_advantages_are_those_of_single_actions(self) -> None:
+        actor = make_actor(ratio_level="action")
+        data = self.with_action_values(actor)
+        actor._gather(data)
+        (batch,) = actor.gathered.batches
+        assert batch.advantage.shape == (len(batch), C) and torch.equal(batch.counts, batch.valid)
+        # Env 0 terminates at the first action of chunk 2: what it got there, less what it expected.
+        row = int(data.valid[:2].any(-1).sum())  # decisions are ordered by time, then env
+        assert float(batch.advantage[row, 0]) == pytest.approx(float(data.reward[2, 0, 0] - data.value[2, 0, 0]))
+        assert float(batch.advantage[row, 1]) == 0.0
+
+    @staticmethod
+    def with_action_values(actor: ActorWorker) -> Trajectories:
+        data = rollout(actor)
+        data.value = data.value[..., None] + torch.tensor([0.0, 0.1])
+        evaluate = actor.policy.evaluate
+
+        def by_action(observation: dict[str, Tensor], token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logprob, entropy, value = evaluate(observation, token)
+            return logprob, entropy, value[:, None] + torch.tensor([0.0, 0.1])
+
+        actor.policy.evaluate = by_action  # type: ignore[method-assign]
+        return data
+
+
+def test_a_warm_up_moves_the_critic_alone() -> None:
+    actor = make_actor(critic_warmup=1)
+    before = {name: p.clone() for name, p in actor.policy.named_parameters()}
+    learn(actor, rollout(actor), 0)
+    moved = {name for name, p in actor.policy.named_parameters() if not torch.equal(p, before[name])}
+    assert moved and all(name.startswith("critic") for name in moved)
+    learn(actor, rollout(actor), 1)
+    assert any(not torch.equal(p, before[n]) for n, p in actor.policy.named_parameters() if not n.startswith("critic"))
+
+
+def test_the_reference_is_the_policy_that_the_run_began_with() -> None:
+    """k3 = exp(d) - 1 - d with d = log reference - log policy, over valid tokens: by hand, after an update."""
+    actor = make_actor(kl_coef=0.5, epochs=1, minibatches=1, lr=1e-2)
+    data, start = rollout(actor), parameters(actor)
+    assert learn(actor, data)["losses/kl_reference"] == pytest.approx(0.0, abs=1e-9)  # before the first step
+    with torch.no_grad():
+        flat = {"state": data.observation["state"].flatten(0, 1)}
+        new = actor.policy.evaluate(flat, data.token.flatten(0, 1))[0].view_as(data.logprob)
+        begun = make_actor(kl_coef=0.5)
+        assert torch.equal(parameters(begun), start)
+        d = begun.policy.evaluate(flat, data.token.flatten(0, 1))[0].view_as(data.logprob) - new
+    expected = float((d.exp() - 1 - d)[data.valid].mean())
+    state = {name: x.clone() for name, x in actor.policy.learned_state().items()}
+    assert learn(actor, data)["losses/kl_reference"] == pytest.approx(expected, rel=1e-4) and expected > 1e-6
+    assert state.keys() == actor.policy.learned_state().keys()
+
+
+def test_entropy_is_that_of_a_token_an_action_or_a_chunk() -> None:
+    found = {}
+    for level in ("token", "action", "chunk"):
+        actor = make_actor(entropy_level=level, epochs=1, minibatches=1)
+        data = rollout(actor)
+        data.valid[:] = True
+        found[level] = learn(actor, data)["losses/entropy"]
+    assert found["action"] == pytest.approx(A * found["token"]) and found["chunk"] == pytest.approx(C * found["action"])
+
+
+class TestGathering:
+    """Several rollouts make one batch."""
+
+    def test_two_rollouts_are_learned_from_as_one_of_twice_the_envs(self) -> None:
+        actor, once = make_actor(), make_actor()
+        first, second = rollout(actor, seed=1), rollout(actor, seed=2)
+        actor._gather(first)
+        learn(actor, second)
+        once.gathered = type(actor.gathered)()
+        joined = Trajectories.concatenate([first, second])
+        once._gather(joined)
+        assert len(once.gathered.batches[0]) == sum(int(x.valid.any(-1).sum()) for x in (first, second))
+        assert sorted(once.gathered.batches[0].advantage.tolist()) == pytest.approx(
+            sorted([*actor_advantages(first), *actor_advantages(second)]), abs=1e-6
+        )
+
+    def test_groups_are_sampled_again_until_as_many_remain_as_were_wanted(self) -> None:
+        actor = make_actor(name="grpo", group_size=2, filter_low=0.1, filter_high=0.9, filter_rollouts=3)
+        actor.config = actor.config.model_copy(update={"env": actor.config.env.model_copy(update={"num_envs": N})})
+        mixed, flat = self.with_success([1, 0, 1, 1]), self.with_success([1, 1, 0, 0])
+        actor._gather(mixed)
+        assert not actor._has_enough()  # one group of two
+        actor._gather(flat)
+        assert not actor._has_enough()
+        actor._gather(mixed)
+        assert actor._has_enough() and actor.gathered.groups == 2
+        assert actor._learn(0)["losses/samples"] == 2 * 2 * T
+        assert actor.gathered.groups == 0 and not actor.gathered.batches
+
+    def test_sampling_again_has_an_end(self) -> None:
+        actor = make_actor(name="grpo", group_size=2, filter_low=0.1, filter_high=0.9, filter_rollouts=2)
+        for enough in (False, True):
+            actor._gather(self.with_success([1, 1, 0, 0]))
+            assert actor._has_enough() is enough
+        assert actor._learn(0)["grpo/empty_iteration"] == 1.0
+
+    @staticmethod
+    def with_success(success: list[float]) -> Trajectories:
+        data = rollout(make_actor())
+        data.valid[:], data.reward[:] = True, 0.0
+        data.reward[0, :, 0] = torch.tensor(success)
+        data.success[-1] = data.reward[0, :, 0] > 0
+        return data
+
+
+def actor_advantages(data: Trajectories) -> list[float]:
+    actor = make_actor()
+    actor._gather(data)
+    return actor.gathered.batches[0].advantage.tolist()
+
+
+class TestParity:
+    """Sampler and trainer must have the same policy."""
+
+    VALID = torch.ones(8, 2, dtype=torch.bool)
+    SLOTS = torch.tensor([[row // 4, 10 + row % 4] for row in range(8)])
+
+    def test_rounding_is_no_disagreement(self) -> None:
+        logprob = torch.zeros(8, 2, 3)
+        assert disagreement(logprob, logprob + 0.01, self.VALID, self.SLOTS) is None
+
+    @pytest.mark.parametrize(
+        ("where", "cause"),
+        [
+            ((slice(None), slice(None), slice(None)), "other parameters, another temperature"),
+            ((slice(None), slice(None), slice(1, None)), "what was read before them differs"),
+            ((slice(0, 3), slice(None), slice(None)), "what was stored of their observations"),
+        ],
+    )
+    def test_a_disagreement_is_told_with_its_place_and_likely_cause(self, where: Any, cause: str) -> None:
+        logprob, sampled = torch.zeros(8, 2, 3), torch.zeros(8, 2, 3)
+        sampled[where] = 0.5
+        sampled[2, 1, 2] = 2.0
+        problem = disagreement(logprob, sampled, self.VALID, self.SLOTS)
+        assert problem and cause in problem
+        assert "2 at most: dimension 2 of action 1, chunk step 0, env 12" in problem
+
+    def test_what_was_not_executed_does_not_count(self) -> None:
+        logprob, valid = torch.zeros(8, 2, 3), self.VALID.clone()
+        valid[:, 1] = False
+        sampled = logprob.clone()
+        sampled[:, 1] = float("nan")
+        assert disagreement(logprob, sampled, valid, self.SLOTS) is None
+
+    def test_the_gap_is_measured_before_the_first_step_of_an_iteration(self) -> None:
+        actor = make_actor(epochs=3, lr=0.1)
+        metrics = learn(actor, rollout(actor))
+        assert metrics["sampling/logprob_gap_mean"] == pytest.approx(0.05, rel=1e-3)  # what `rollout` adds
+        assert metrics["sampling/logprob_gap_max"] == pytest.approx(0.05, rel=1e-3)

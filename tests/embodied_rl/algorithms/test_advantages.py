@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embodied_rl.algorithms import (
+    chunk_gae,
     gae,
     group_advantages,
     groups_within,
@@ -416,3 +417,42 @@ def test_normalise_refuses_a_mask_that_would_broadcast() -> None:
 def test_masked_moments_of_three_and_four_are_two_seven_and_twenty_five() -> None:
     count, total, squared = masked_moments(torch.tensor([3.0, NAN, 4.0]), torch.tensor([True, False, True]))
     assert (count, total, squared) == (2, 7, 25)
+
+
+class TestChunks:
+    """Two chunks of two actions; the episode ends at the first action of the second chunk."""
+
+    REWARD = torch.tensor([[[1.0, 2.0]], [[4.0, torch.nan]]])  # [T, N, C]
+    VALID = torch.tensor([[[True, True]], [[True, False]]])
+    END = torch.tensor([[[False, False]], [[True, False]]])
+    NONE = torch.zeros(2, 1, 2, dtype=torch.bool)
+    NEXT = torch.tensor([[0.5], [3.0]])  # V(second observation), V(final observation)
+
+    def test_a_value_for_each_chunk(self) -> None:
+        value = torch.tensor([[0.25], [0.5]])
+        advantage, returns = chunk_gae(
+            self.REWARD, value, self.NEXT, self.END, self.NONE, self.VALID, gamma=0.9, lam=0.8
+        )
+        last = 4.0 - 0.5
+        assert advantage.flatten().tolist() == pytest.approx([3.0 + 0.9 * 0.5 - 0.25 + 0.72 * last, last])
+        assert torch.equal(returns, advantage + value)
+
+    @pytest.mark.parametrize(("truncated", "last"), [(False, 4.0 - 0.5), (True, 4.0 + 0.9 * 3.0 - 0.5)])
+    def test_a_value_for_each_action(self, truncated: bool, last: float) -> None:
+        value = torch.tensor([[[0.25, 0.75]], [[0.5, torch.nan]]])
+        flags = (self.NONE, self.END) if truncated else (self.END, self.NONE)
+        advantage, _ = chunk_gae(self.REWARD, value, self.NEXT, *flags, self.VALID, gamma=0.9, lam=0.8)
+        second = 2.0 + 0.9 * 0.5 - 0.75 + 0.72 * last
+        first = 1.0 + 0.9 * 0.75 - 0.25 + 0.72 * second
+        assert advantage.flatten().tolist() == pytest.approx([first, second, last, 0.0])
+
+    def test_one_action_is_the_same_either_way(self) -> None:
+        reward, value = torch.rand(5, 3, 1), torch.rand(5, 3)
+        end, none, valid = torch.rand(5, 3, 1) < 0.3, torch.zeros(5, 3, 1, dtype=torch.bool), torch.ones(5, 3, 1) > 0
+        arguments = (torch.rand(5, 3), end, none, valid, 0.9, 0.8)
+        whole, single = (chunk_gae(reward, v, *arguments)[0] for v in (value, value[..., None]))
+        torch.testing.assert_close(whole, single[..., 0])
+
+    def test_shapes_that_do_not_fit_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="one shape"):
+            chunk_gae(self.REWARD, torch.zeros(2, 1, 3), self.NEXT, self.END, self.NONE, self.VALID, 0.9, 0.8)
