@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections import deque
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from envs.base import EnvError
 
 STDERR_KEPT = 4000  # bytes of what the process said last
+SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []  # the working directory's modules shadow nothing
 
 
 class ProcessLost(Exception):
@@ -40,7 +40,7 @@ class ProcessHandle:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "envs.process", str(theirs.fileno())],
+            [sys.executable, *SAFE_PATH, "-m", "envs.process", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,  # a simulator that asks gets no answer
             stdout=subprocess.DEVNULL,
@@ -49,7 +49,7 @@ class ProcessHandle:
         )
         assert self.popen.stderr is not None
         os.set_blocking(self.popen.stderr.fileno(), False)
-        self._said = b""
+        self._said, self._stderr_closed = b"", False
         self._verdict: str | None = None
         theirs.close()
         self.connection = Connection(ours.detach())
@@ -66,23 +66,28 @@ class ProcessHandle:
         except (BrokenPipeError, ConnectionResetError):
             pass  # it died: the wait for the answer finds out why
 
+    @property
+    def descriptors(self) -> list[int]:
+        """Something can be read from one of these when the process has answered, spoken or died."""
+        stderr = self.popen.stderr
+        return [self.connection.fileno(), *([stderr.fileno()] if stderr and not self._stderr_closed else [])]
+
+    def peek(self, key: int) -> bool | None:
+        """Whether the next answer for one set is a success; None: it has not come. Raises ProcessLost."""
+        queue = self.answers.setdefault(key, deque())
+        while not queue and self._take_in(0):
+            pass
+        return queue[0][0] if queue else None
+
     def receive(self, key: int, timeout: float) -> Any:
         """The next answer for one set. Raises ProcessLost, or EnvError with the process's own error."""
         queue = self.answers.setdefault(key, deque())
         deadline = time.monotonic() + timeout
         while not queue:
-            ready = [descriptor for descriptor, _ in self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000)]
-            try:
-                if self.connection.fileno() in ready:
-                    answered, ok, payload = self.connection.recv()
-                    self.answers.setdefault(answered, deque()).append((ok, payload))
-                elif ready:
-                    self._listen()
-                if not queue and time.monotonic() >= deadline:
-                    self.popen.kill()
-                    raise ProcessLost(f"did not answer for {timeout:g} s and was killed")
-            except (EOFError, OSError):
-                raise ProcessLost(self._how_it_died()) from None
+            self._take_in(max(0.0, deadline - time.monotonic()))
+            if not queue and time.monotonic() >= deadline:
+                self.popen.kill()
+                raise ProcessLost(f"did not answer for {timeout:g} s and was killed")
         ok, payload = queue.popleft()
         if not ok:
             raise EnvError(payload)
@@ -96,13 +101,26 @@ class ProcessHandle:
         assert self.popen.stderr is not None
         self.popen.stderr.close()
 
+    def _take_in(self, timeout: float) -> bool:
+        """Read an answer, or what it said, if one comes in time; whether anything did. Raises ProcessLost."""
+        try:
+            ready = [descriptor for descriptor, _ in self._poller.poll(timeout * 1000)]
+            if self.connection.fileno() in ready:
+                answered, ok, payload = self.connection.recv()
+                self.answers.setdefault(answered, deque()).append((ok, payload))
+            elif ready:
+                self._listen()
+        except (EOFError, OSError):
+            raise ProcessLost(self._how_it_died()) from None
+        return bool(ready)
+
     def _listen(self) -> None:
         """Take in what it said on stderr, so that it never waits for room there."""
         assert self.popen.stderr is not None
         heard = self.popen.stderr.read()  # None: nothing now; empty: closed
-        if heard == b"":
-            with suppress(KeyError):
-                self._poller.unregister(self.popen.stderr.fileno())
+        if heard == b"" and not self._stderr_closed:
+            self._stderr_closed = True
+            self._poller.unregister(self.popen.stderr.fileno())
         self._said = (self._said + (heard or b""))[-STDERR_KEPT:]
 
     def _how_it_died(self) -> str:
@@ -125,5 +143,5 @@ class ProcessHandle:
 
 def _search_path() -> str:
     """Where the process finds modules: where this one does, this package first."""
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).absolute().parent.parent)  # a link to this package may stand there alone
     return os.pathsep.join(dict.fromkeys([root, *(entry or os.getcwd() for entry in sys.path)]))

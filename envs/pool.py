@@ -8,14 +8,16 @@ stay frozen until they are reset.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import logging
 import mmap
 import os
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,6 +46,10 @@ class EnvPool:
         self.replaced = 0
         self.lost_episodes = 0
         self._sets_made = 0
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.processes)
 
     @property
     def pids(self) -> list[int]:
@@ -158,24 +164,67 @@ class PooledVectorEnv(VectorEnv):
     def chunk_step_async(self, actions: np.ndarray) -> None:
         self._refuse_in_flight("chunk_step_async")
         check_actions(actions, self.buffers.action.shape, self.args.env_ids)
-        self.buffers.action[:], self.buffers.skip[:] = actions, self._lost
+        self.buffers.action[:] = actions
+        self.begin_chunk()
+
+    def begin_chunk(self) -> None:
+        """Begin a chunk step with the actions that are in the buffers."""
+        self._refuse_in_flight("begin_chunk")
+        self.buffers.skip[:] = self._lost
         self._running[:] = self.buffers.running
         self._stepping = True
         for number in self.used:
             self._ask(number, "chunk")
 
     def chunk_step_wait(self) -> ChunkResult:
+        episodes, lost, spans = self.finish_chunk()
+        result = self.buffers.result(self.spec.instructions, episodes, lost)
+        result.spans = spans
+        return result
+
+    def finish_chunk(self) -> tuple[list[Episode], np.ndarray, list[tuple[int, float, float, float]]]:
+        """Wait for the chunk step in flight; its episodes, lost envs and spans. The rest is in the buffers."""
         if not self._stepping:
             raise RuntimeError("chunk_step_wait without a chunk step in flight")
         answers = self._collect()
         self._stepping = False
         episodes = [episode for _, (found, *_) in sorted(answers.items()) for episode in found]
-        result = self.buffers.result(self.spec.instructions, episodes, self._lost.copy())
-        result.spans = [(number, *times) for number, (_, *times) in answers.items()]
+        spans = [(number, *times) for number, (_, *times) in answers.items()]
+        lost = self._lost.copy()
         self._lost[:] = False
         for number in answers:
             self.failures[number] = 0
-        return result
+        return episodes, lost, spans
+
+    def progress(self) -> Literal["running", "answered", "failed"]:
+        """How it stands with the chunk step in flight; finishing one that failed takes the replacement of a process."""
+        if not self._stepping:
+            raise RuntimeError("progress without a chunk step in flight")
+        asked = [self.pool.processes[number] for number in self.used if self._asked[number] is not None]
+        try:
+            outcomes = [process.peek(self.key) for process in asked]
+        except ProcessLost:
+            return "failed"
+        if False in outcomes:
+            return "failed"
+        return "running" if None in outcomes else "answered"
+
+    def go_on(self, numbers: np.ndarray, lost: np.ndarray) -> None:
+        """Take the place of a set that was lost as a whole, before any other call.
+
+        Args:
+            numbers: [N] episodes that each env had begun; with auto-reset the next ones begin now.
+            lost: [N] what the next chunk's outcome has to report.
+        """
+        self.buffers.episode_number[:] = numbers
+        if self.args.auto_reset and (begun := np.flatnonzero(numbers).tolist()):
+            self.reset(begun)
+        self._lost[:] = lost
+
+    @property
+    def memory(self) -> tuple[int, str]:
+        """Descriptor and name of the shared memory, for other processes of this user (`/proc/PID/fd/DESCRIPTOR`)."""
+        return self._descriptor, os.readlink(f"/proc/self/fd/{self._descriptor}")
 
     def state(self) -> list[dict[str, Any]]:
         self._refuse_in_flight("state")
@@ -267,8 +316,10 @@ class PooledVectorEnv(VectorEnv):
     def _allocate(self, spec: EnvSpec) -> None:
         self.spec = spec
         size = ChunkBuffers.size(spec, self.num_envs, self.args.chunk)
-        self._descriptor = os.memfd_create(f"envs-{self.key}")
+        name = f"envs-{secrets.token_hex(8)}"  # one of its kind, so that who finds it has found this one
+        self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._descriptor, size)
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.buffers = ChunkBuffers.over(mmap.mmap(self._descriptor, size), spec, self.num_envs, self.args.chunk)
 
     def _args_of(self, number: int) -> VectorArgs:

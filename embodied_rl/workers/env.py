@@ -106,7 +106,7 @@ class EnvWorker(Worker):
                     env.chunk_step_async(link.answer(group))
                     self.draws[self._rows(group, link.groups)] += 1
         report.seconds = time.monotonic() - start
-        report.busy_fraction = busy / (max(1, len(self.pool.processes)) * report.seconds)
+        report.busy_fraction = busy / (max(1, self.pool.num_processes) * report.seconds)
         report.replaced_processes, report.lost_episodes = self.pool.replaced, self.pool.lost_episodes
         return report
 

@@ -1,0 +1,419 @@
+"""The trainer's end of an env server: `RemotePool` and its vector envs, used like `pool.EnvPool` and its own.
+
+A server that is killed, stopped or cut off is waited for, up to a time limit; then an EnvError names it. If it comes
+back without the session, the session is opened anew as after the loss of an env process: episodes that were running are
+lost and counted, and with auto-reset the next ones begin. On one host chunks travel in shared memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import mmap
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from envs import wire
+from envs.base import ChunkResult, EnvError, EnvSettings, Episode, Integers, Observation, VectorEnv
+from envs.buffers import ChunkBuffers
+from envs.slots import VectorArgs, check_actions, check_rows
+from envs.wire import WireError
+
+logger = logging.getLogger(__name__)
+ASK_AGAIN_S = 1.0  # without an answer, whether the server is there
+ALIVE_S = 5.0  # between signs of life to the server
+MAX_LOSSES = 3  # of the session, without a finished chunk in between
+
+
+class _Gone(Exception):
+    """The server does not know the session any more."""
+
+
+@dataclass
+class _Request:
+    op: str
+    fields: dict[str, Any]
+    number: int = 0
+    reply: dict[str, Any] | None = None
+
+
+class RemotePool:
+    """A session on an env server. `replaced` and `lost_episodes` count as those of an `EnvPool`, reconnections too.
+
+    Args:
+        address: as the server prints it.
+        kind, env_id: of all envs that will be made.
+        processes: how many env processes to ask for; default: the server's own number.
+        timeout_s: a server silent for longer ends the run.
+        token: as the server has it, if it has one.
+
+    Raises EnvError if the server cannot be reached in time, or has other envs.
+    """
+
+    pids: Sequence[int] = ()  # they are the server's
+
+    def __init__(
+        self,
+        address: str,
+        kind: str,
+        env_id: str,
+        processes: int | None = None,
+        timeout_s: float = 60.0,
+        token: bytes | None = None,
+    ) -> None:
+        self.address, self.timeout_s = address, timeout_s
+        self.replaced = self.lost_episodes = 0
+        self.sets: dict[int, RemoteVectorEnv] = {}
+        self._asked = {"kind": kind, "id": env_id, "processes": processes}
+        self._token, self._key = token, secrets.token_bytes(16)
+        self._counted = (0, 0)  # replaced processes and lost episodes, as the present session last told
+        self._numbers, self._set_numbers = itertools.count(1), itertools.count(1)
+        self._pending: dict[int, _Request] = {}
+        self._losses = 0
+        self._socket = self._connect()
+        self._monitor = self._socket.get_monitor_socket()
+        self._handshakes = {"begun": 0, "done": 0}
+        self._ended = threading.Event()
+        try:
+            self.about: dict[str, Any] = self.ask("open", **self._asked)["value"]
+        except BaseException:
+            self._disconnect()
+            raise
+        threading.Thread(target=self._stay_alive, daemon=True).start()
+
+    @property
+    def num_processes(self) -> int:
+        return int(self.about["processes"])
+
+    def vector_env(
+        self,
+        settings: EnvSettings,
+        env_ids: Sequence[int],
+        chunk: int = 1,
+        seed: int = 0,
+        group_size: int = 1,
+        auto_reset: bool = True,
+        record_actions: bool = False,
+    ) -> RemoteVectorEnv:
+        """A vector env on the server; see `VectorArgs` for the arguments. Raises EnvError."""
+        args = VectorArgs(settings, tuple(env_ids), chunk, seed, group_size, auto_reset, record_actions)
+        env = RemoteVectorEnv(self, next(self._set_numbers), args)
+        self.sets[env.key] = env
+        return env
+
+    def render(self, settings: EnvSettings, episodes: Sequence[Episode]) -> list[np.ndarray]:
+        """Films of recorded episodes [T+1, H, W, 3]."""
+        plain = [vars(episode) for episode in episodes]
+        return self.ask("render", settings=wire.plain_settings(settings), episodes=plain)["value"]
+
+    def close(self) -> None:
+        """End the session."""
+        if not self._ended.is_set():
+            self.send("close")
+            self._disconnect()
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def send(self, op: str, **fields: Any) -> _Request:
+        """Ask for something whose answer `wait` brings."""
+        request = _Request(op, fields)
+        self._post(request)
+        return request
+
+    def wait(self, request: _Request) -> dict[str, Any]:
+        """The answer to a request. Raises EnvError with what went wrong, here or on the server."""
+        self._heard = time.monotonic()
+        while request.reply is None:
+            try:
+                self._listen()
+            except _Gone:
+                self._recover()
+        reply = request.reply
+        if "error" in reply:
+            raise (ValueError if reply["kind"] == "ValueError" else EnvError)(f"{self.address}: {reply['error']}")
+        return reply
+
+    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        """Ask and wait."""
+        return self.wait(self.send(op, **fields))
+
+    def chunk_was_finished(self) -> None:
+        self._losses = 0
+
+    def _post(self, request: _Request, again: bool = False) -> None:
+        request.number = request.number if again else next(self._numbers)
+        self._pending[request.number] = request
+        self._say({"op": request.op, "number": request.number, **request.fields})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        frames = wire.pack({"protocol": wire.PROTOCOL, "session": self._key, **message})
+        self._socket.send_multipart(frames, copy=True)
+
+    def _listen(self) -> None:
+        """Take in a message, or ask whether the server is there. Raises EnvError once it was silent for too long."""
+        if self._socket.poll(round(ASK_AGAIN_S * 1000)):
+            frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+            self._heard = time.monotonic()
+            try:
+                self._take(wire.unpack(frames))
+            except (WireError, KeyError, TypeError) as error:
+                raise EnvError(f"{self.address} is no env server of this version: {error}") from None
+            return
+        silent = time.monotonic() - self._heard
+        why = self._why_not()
+        if silent > self.timeout_s or (why and silent > 3 * ASK_AGAIN_S):
+            doing = ", ".join(request.op for request in self._pending.values())
+            raise EnvError(
+                f"the env server at {self.address} was silent for {silent:.0f} s ({doing}); "
+                + (why or "is it running there, and not stopped? It was expected to answer within ")
+                + ("" if why else f"{self.timeout_s:g} s")
+            )
+        self._say({"op": "ping", "awaiting": list(self._pending)})
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "gone" in message:
+            if message["gone"] == self._key:
+                raise _Gone
+        elif "missing" in message:
+            for number in message["missing"]:
+                if number in self._pending:
+                    self._post(self._pending[number], again=True)
+        elif (request := self._pending.pop(message["reply"], None)) is not None:
+            request.reply = message
+            if "replaced" in message:
+                counted = message["replaced"], message["lost"]
+                self.replaced += counted[0] - self._counted[0]
+                self.lost_episodes += counted[1] - self._counted[1]
+                self._counted = counted
+
+    def _recover(self) -> None:
+        """Open a new session with the same sets, and ask again for what was not answered; chunk steps are lost."""
+        waiting, self._pending = list(self._pending.values()), {}
+        lost = sum(env.lose() for env in self.sets.values())
+        self.lost_episodes += lost
+        self.replaced += self.num_processes if hasattr(self, "about") else 0
+        logger.warning("the env server at %s has lost the session; %d episodes are lost", self.address, lost)
+        while True:
+            self._losses += 1
+            if self._losses > MAX_LOSSES:
+                raise EnvError(f"the env server at {self.address} lost the session {MAX_LOSSES} times in a row")
+            self._key, self._pending, self._counted = secrets.token_bytes(16), {}, (0, 0)
+            try:
+                self.about = self._ask_new("open", **self._asked)["value"]
+                for env in self.sets.values():
+                    env.take_place(self._ask_new("make", **env.description()))
+                break
+            except _Gone:
+                continue
+        for request in waiting:
+            if request.reply is None:  # else it was a chunk step, which is lost
+                self._post(request)
+
+    def _ask_new(self, op: str, **fields: Any) -> dict[str, Any]:
+        """`ask` in a session that is not complete yet. Raises _Gone."""
+        request = self.send(op, **fields)
+        while request.reply is None:
+            self._listen()
+        return self.wait(request)
+
+    # ------------------------------------------------------------------------------------------ connection
+
+    def _connect(self) -> zmq.Socket:
+        socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
+        options = {zmq.MAXMSGSIZE: wire.MAX_FRAME, zmq.LINGER: 1000, zmq.RECONNECT_IVL_MAX: 1000}
+        options |= {zmq.HEARTBEAT_IVL: 5000, zmq.HEARTBEAT_TIMEOUT: 30_000}
+        for option, value in options.items():
+            socket.setsockopt(option, value)
+        if self._token is not None:
+            socket.curve_serverkey = wire.curve_keys(self._token, "server")[0]
+            socket.curve_publickey, socket.curve_secretkey = wire.curve_keys(self._token, "client")
+        try:
+            socket.connect(self.address)
+        except zmq.ZMQError as error:
+            raise EnvError(f"{self.address} cannot be an env server: {error}") from None
+        return socket
+
+    def _disconnect(self) -> None:
+        self._ended.set()
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+
+    def _why_not(self) -> str:
+        """Why the server does not talk to us, if that can be told."""
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            self._handshakes["begun"] += event == zmq.EVENT_CONNECTED
+            self._handshakes["done"] += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self._handshakes["begun"] < 3 or self._handshakes["done"]:
+            return ""
+        return "it has another token" if self._token else "it refuses the connection: does it need a token?"
+
+    def _stay_alive(self) -> None:
+        """Tell the server now and then that this process lives, whatever it is busy with."""
+        socket = self._connect()
+        while not self._ended.wait(ALIVE_S):
+            message = {"protocol": wire.PROTOCOL, "session": self._key, "op": "alive"}
+            socket.send_multipart(wire.pack(message))
+            while socket.poll(0):
+                socket.recv_multipart()
+        socket.close(linger=0)
+
+
+class RemoteVectorEnv(VectorEnv):
+    """A set of envs on a server. Made by `RemotePool.vector_env`.
+
+    `buffers` is the server's memory, mapped, where both are on one host, else a copy of what it sends.
+    """
+
+    buffers: ChunkBuffers
+
+    def __init__(self, pool: RemotePool, key: int, args: VectorArgs) -> None:
+        self.pool, self.key, self.args = pool, key, args
+        self.num_envs = len(args.env_ids)
+        self.is_shared = False
+        self._numbers = np.zeros(self.num_envs, np.int64)  # episodes begun
+        self._lost = np.zeros(self.num_envs, bool)  # since the last chunk's outcome was given out
+        self._running = np.zeros(self.num_envs, bool)  # when the chunk in flight was begun
+        self._step: _Request | None = None
+        self.take_place(pool.ask("make", **self.description()))
+
+    # ------------------------------------------------------------------------------------------ contract
+
+    def reset(
+        self,
+        env_ids: Integers | None = None,
+        seeds: Integers | None = None,
+        init_state_ids: Integers | None = None,
+    ) -> Observation:
+        self._refuse_in_flight("reset")
+        rows = check_rows(self.num_envs, env_ids, seeds, init_state_ids)
+        given = [None if ids is None else [int(one) for one in ids] for ids in (seeds, init_state_ids)]
+        self._ask("reset", rows=rows, seeds=given[0], init_state_ids=given[1])
+        self._lost[rows] = False
+        return self.observation()
+
+    def observation(self) -> Observation:
+        return self.buffers.observation(self.spec.instructions)
+
+    def chunk_step_async(self, actions: np.ndarray) -> None:
+        self._refuse_in_flight("chunk_step_async")
+        check_actions(actions, self.buffers.action.shape, self.args.env_ids)
+        self._running[:] = self.buffers.running
+        if self.is_shared:
+            self.buffers.action[:] = actions
+            self._step = self.pool.send("step", set=self.key, shared=True)
+        else:
+            self._step = self.pool.send("step", set=self.key, actions=np.asarray(actions, np.float32))
+
+    def chunk_step_wait(self) -> ChunkResult:
+        if self._step is None:
+            raise RuntimeError("chunk_step_wait without a chunk step in flight")
+        reply = self.pool.wait(self._step)
+        self._step = None
+        self._adopt(reply)
+        value, lost = reply["value"], np.array(reply["value"]["lost"], bool)
+        episodes = [Episode(**episode) for episode in value["episodes"]]
+        result = self.buffers.result(self.spec.instructions, episodes, lost)
+        shift = 0.0 if self.is_shared else time.monotonic() - reply["now"]  # another machine's clock
+        result.spans = [(number, start + shift, end + shift, cpu) for number, start, end, cpu in value["spans"]]
+        self._lost[:] = False
+        if not lost.any():
+            self.pool.chunk_was_finished()
+        return result
+
+    def state(self) -> list[dict[str, Any]]:
+        self._refuse_in_flight("state")
+        return self._ask("state")["value"]
+
+    def restore(self, state: list[dict[str, Any]]) -> Observation:
+        self._refuse_in_flight("restore")
+        self._ask("restore", state=state)
+        self._lost[:] = False
+        return self.observation()
+
+    def close(self) -> None:
+        if self.pool.sets.pop(self.key, None) is not None:
+            self.pool.ask("drop", set=self.key)
+
+    # ------------------------------------------------------------------------------------------ the session's life
+
+    def description(self) -> dict[str, Any]:
+        """What the server has to know to make the set, and to go on with it where an earlier session was lost."""
+        args = {**vars(self.args), "settings": wire.plain_settings(self.args.settings)}
+        return {**args, "set": self.key, "numbers": self._numbers, "lost": self._lost}
+
+    def lose(self) -> int:
+        """Take note that the session is gone: nothing of a chunk in flight happened; the number of episodes lost."""
+        in_flight = self._step is not None and self._step.reply is None
+        running = (self._running if in_flight else self.buffers.running).copy()
+        self._numbers = self.buffers.episode_number.copy()
+        self._lost |= running
+        if in_flight and self._step is not None:
+            self._step.reply = {
+                "value": {"episodes": [], "lost": self._lost.copy(), "spans": []},
+                "now": time.monotonic(),
+            }
+            self._lost[:] = False
+        return int(running.sum())
+
+    def take_place(self, made: dict[str, Any]) -> None:
+        """Go on with what the server has made. Raises EnvError if it is something else than before."""
+        spec = wire.spec_of(made["value"]["spec"])
+        if (before := getattr(self, "spec", spec)) != spec:
+            names = [name for name, value in vars(spec).items() if value != getattr(before, name)]
+            changes = "; ".join(f"{name} was {getattr(before, name)} and is {getattr(spec, name)}" for name in names)
+            raise EnvError(f"the env server at {self.pool.address} came back with other envs: {changes}")
+        self.spec = spec
+        memory = map_shared(made["value"]["memory"], ChunkBuffers.size(spec, self.num_envs, self.args.chunk))
+        self.is_shared = memory is not None
+        if memory is not None:
+            self.buffers = ChunkBuffers.over(memory, spec, self.num_envs, self.args.chunk)
+        else:
+            self.buffers = ChunkBuffers.allocate(spec, self.num_envs, self.args.chunk)
+            self._adopt(made)
+
+    def _ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        reply = self.pool.ask(op, set=self.key, shared=self.is_shared, **fields)
+        self._adopt(reply)
+        return reply
+
+    def _adopt(self, reply: dict[str, Any]) -> None:
+        """Take the arrays of an answer for those of the buffers."""
+        arrays, own = reply.get("arrays", {}), self.buffers.arrays
+        for name, array in arrays.items():
+            if name not in own or (array.shape, array.dtype) != (own[name].shape, own[name].dtype):
+                raise EnvError(f"the env server at {self.pool.address} sent {name} {array.shape} {array.dtype}")
+        if arrays and not self.is_shared:
+            self.buffers = ChunkBuffers({**own, **arrays})
+
+    def _refuse_in_flight(self, call: str) -> None:
+        if self._step is not None:
+            raise RuntimeError(f"{call} while a chunk step is in flight; call chunk_step_wait first")
+
+
+def map_shared(place: dict[str, Any], size: int) -> mmap.mmap | None:
+    """The server's memory of a set, if it is on this host, and this user's."""
+    path = f"/proc/{int(place['pid'])}/fd/{int(place['descriptor'])}"
+    if not re.fullmatch(r"/memfd:envs-[0-9a-f]{16} \(deleted\)", place["name"]):
+        return None
+    try:
+        if os.readlink(path) != place["name"]:
+            return None
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        return mmap.mmap(descriptor, size) if os.fstat(descriptor).st_size == size else None
+    finally:
+        os.close(descriptor)

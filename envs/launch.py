@@ -1,0 +1,83 @@
+"""Starts env servers as child processes, under this or another interpreter.
+
+The other interpreter needs numpy, pyzmq, msgpack, gymnasium and the simulator; this package comes along by its path
+alone, whatever else is installed beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from envs.base import EnvError
+
+START_TIMEOUT_S = 60.0
+
+
+class ServerProcess:
+    """An env server that ends when this process does. `address` is where it listens.
+
+    Args:
+        arguments: of `python -m envs.server`.
+        python: the interpreter; default: this one.
+
+    Raises EnvError with what it said if it does not start.
+    """
+
+    def __init__(self, arguments: Sequence[str], python: str = sys.executable) -> None:
+        self._folder = tempfile.mkdtemp(prefix="env-server-")
+        Path(self._folder, "envs").symlink_to(Path(__file__).absolute().parent)
+        theirs, self._alive = os.pipe()  # it ends when nobody holds our end any more
+        path = os.pathsep.join([self._folder, os.getcwd()])  # your own simulator may lie in the working directory
+        try:
+            self.popen = subprocess.Popen(
+                [python, "-m", "envs.server", *arguments, "--parent", str(theirs)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                pass_fds=[theirs],
+                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            )
+        except OSError as error:
+            self._forget()
+            raise EnvError(f"the env server cannot be started: {error}") from None
+        finally:
+            os.close(theirs)
+        self.said: list[str] = []
+        self.address = self._await_address()
+
+    def close(self, timeout_s: float = 10.0) -> int:
+        """Ask it to end, which it does once its sessions have; returns its exit code."""
+        self.popen.terminate()
+        try:
+            code = self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            code = self.popen.wait()
+        self._forget()
+        return code
+
+    def _await_address(self) -> str:
+        assert self.popen.stdout is not None
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while select.select([self.popen.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            line = self.popen.stdout.readline().decode()
+            if not line:
+                break
+            self.said.append(line.rstrip())
+            if line.startswith("serving "):
+                return line.split()[-1]
+        self.popen.kill()
+        code = self.popen.wait()
+        self._forget()
+        raise EnvError(f"the env server did not start (exit code {code}); what it said is above")
+
+    def _forget(self) -> None:
+        os.close(self._alive)
+        shutil.rmtree(self._folder, ignore_errors=True)

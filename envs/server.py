@@ -1,0 +1,362 @@
+"""`EnvServer` hosts the envs of one simulator for trainers in other processes, virtualenvs or machines.
+
+    python -m envs.server KIND ID --bind ADDRESS        (`embodied-rl serve-env` starts it)
+
+One thread takes messages, begins chunk steps and answers finished ones, and never waits. What takes its time (making
+envs, resets, replacing a process) runs in a thread, one thing at a time for each session. A session is a trainer's
+env pool: nothing of it is shared with other sessions, so that what goes wrong in one does not touch the others. It
+needs numpy, pyzmq, msgpack, gymnasium and the simulator. `client` is the other end, `wire` what they say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import logging
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import zmq
+import zmq.utils.z85
+from zmq.utils.monitor import recv_monitor_message
+
+from envs import wire
+from envs.pool import PooledVectorEnv
+from envs.session import Limits, Session, Work
+from envs.wire import WireError
+
+logger = logging.getLogger(__name__)
+KEPT_REPLIES = 64  # of each session, for a client whose connection broke before it had them
+WINDOW = 1024  # how far apart the numbers of requests in flight may be
+OUTCOME = ("reward", "terminated", "truncated", "valid", "state", "image", "task", "episode_number", "running")
+FINAL = ("final_state", "final_image", "final_task")
+
+
+class EnvServer:
+    """Serves envs of one kind and id until `stop`.
+
+    Args:
+        bind: "ipc://PATH", or "tcp://HOST:PORT", with "*" for any free port.
+        token: what clients have to know; needed where others than this machine can connect.
+
+    Raises ValueError for an address that would be open to everybody.
+    """
+
+    def __init__(
+        self, kind: str, env_id: str, bind: str, token: bytes | None = None, limits: Limits | None = None
+    ) -> None:
+        require_safe(bind, token)
+        self.kind, self.id, self.limits = kind, env_id, limits or Limits()
+        self.sessions: dict[bytes, Session] = {}
+        self.counts: Counter[str] = Counter()
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        options = {zmq.MAXMSGSIZE: wire.MAX_REQUEST, zmq.LINGER: 1000, zmq.SNDHWM: 1000, zmq.RCVHWM: 1000}
+        options |= {zmq.HEARTBEAT_IVL: 5000, zmq.HEARTBEAT_TIMEOUT: 30_000, zmq.ROUTER_HANDOVER: 1}
+        for option, value in options.items():
+            self._router.setsockopt(option, value)
+        self._gate = self._guard(token)
+        failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        self._monitor = self._router.get_monitor_socket(failures | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        self._router.bind(bind)
+        self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        if self.address.startswith("ipc://"):
+            os.chmod(self.address.removeprefix("ipc://"), 0o600)
+        self._threads = ThreadPoolExecutor(self.limits.max_sessions, "session")
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._ends_at: float | None = None
+
+    def _guard(self, token: bytes | None) -> zmq.Socket | None:
+        """Ask for CURVE keys made from the token; what decides on them answers libzmq's questions (ZAP, RFC 27)."""
+        if token is None:
+            return None
+        _, self._router.curve_secretkey = wire.curve_keys(token, "server")
+        self._router.curve_server = True
+        self._router.zap_domain = b"envs"
+        self._client_key = wire.curve_keys(token, "client")[0]
+        gate = self._context.socket(zmq.REP)
+        gate.bind("inproc://zeromq.zap.01")
+        return gate
+
+    # ------------------------------------------------------------------------------------------ the loop
+
+    def run(self, parent: int | None = None) -> None:
+        """Serve until `stop` and what it allows. `parent`: a descriptor whose closing ends the server at once."""
+        try:
+            while self._ends_at is None or (self.sessions and time.monotonic() < self._ends_at):
+                ready = dict(zmq.zmq_poll([(thing, zmq.POLLIN) for thing in self._watched(parent)], 1000))
+                if parent in ready:
+                    return
+                if self._wake in ready:
+                    with suppress(BlockingIOError):
+                        os.eventfd_read(self._wake)
+                if self._gate in ready:
+                    self._decide()
+                if self._monitor in ready:
+                    recv_monitor_message(self._monitor)
+                    self.counts["handshakes_failed"] += 1
+                if self._router in ready:
+                    self._receive()
+                for key, session in list(self.sessions.items()):
+                    self._advance(key, session)
+        finally:
+            for session in self.sessions.values():
+                if session.pool is not None:
+                    session.pool.close()
+            self._router.disable_monitor()
+            self._context.destroy(linger=1000)
+
+    def stop(self, at_once: bool = False) -> None:
+        """Take no new sessions and end when those there are have ended, or their time is over. From any thread."""
+        self._ends_at = time.monotonic() + (0 if at_once else self.limits.drain_s)
+        os.eventfd_write(self._wake, 1)
+
+    def _watched(self, parent: int | None) -> list[Any]:
+        """What something may be read from: sockets, wake-up, env processes whose answers are waited for."""
+        things: list[Any] = [self._router, self._monitor, self._wake]
+        things += [thing for thing in (self._gate, parent) if thing is not None]
+        for session in self.sessions.values():
+            if session.stepping and session.job is None and session.pool is not None:
+                things += [descriptor for process in session.pool.processes for descriptor in process.descriptors]
+        return things
+
+    def _decide(self) -> None:
+        """Whether a client that has proved to own a key may connect."""
+        assert self._gate is not None
+        _, request, _, _, _, mechanism, *credentials = self._gate.recv_multipart()
+        key = zmq.utils.z85.encode(credentials[0]) if mechanism == b"CURVE" and credentials else b""
+        known = hmac.compare_digest(key, self._client_key)
+        self.counts["admitted" if known else "not_admitted"] += 1
+        status = [b"200", b"OK"] if known else [b"400", b"unknown key"]
+        self._gate.send_multipart([b"1.0", request, *status, b"", b""])
+
+    # ------------------------------------------------------------------------------------------ messages
+
+    def _receive(self) -> None:
+        """Take in what has come; what is no message of the protocol is counted and forgotten."""
+        for _ in range(256):
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.counts["messages"] += 1
+            try:
+                self._take(identity, wire.unpack(frames))
+            except (WireError, KeyError, TypeError, ValueError) as error:
+                self.counts["malformed"] += 1
+                logger.debug("a malformed message: %r", error)
+
+    def _take(self, identity: bytes, message: dict[str, Any]) -> None:
+        key, op = message["session"], message["op"]
+        if not isinstance(key, bytes) or len(key) != 16 or not isinstance(op, str):
+            raise WireError("no session or no request")
+        if message["protocol"] != wire.PROTOCOL:
+            self.counts["refused"] += 1
+            self._refuse(identity, message, f"the server speaks protocol {wire.PROTOCOL}, not {message['protocol']}")
+            return
+        session = self.sessions.get(key)
+        if session is None:
+            if op != "open":
+                self._router.send_multipart([identity, *wire.pack({"gone": key})])
+                return
+            if why := self._full():
+                self.counts["refused"] += 1
+                self._refuse(identity, message, why)
+                return
+            session = self.sessions[key] = Session(identity, time.monotonic())
+            self.counts["sessions"] += 1
+        session.heard = time.monotonic()
+        if op == "alive":
+            return
+        if op == "ping":
+            session.identity = identity
+            self._pong(session, message["awaiting"])
+            return
+        number = message["number"]
+        newest = max(session.seen, default=0)
+        if not isinstance(number, int) or number > newest + WINDOW or op not in (*Work.OPS, "step", "close"):
+            raise WireError(f"request {op}")
+        if number in session.seen or number < newest - WINDOW:
+            self.counts["replayed"] += 1
+            return
+        session.seen = {one for one in session.seen if one > number - WINDOW} | {number}
+        session.identity = identity
+        session.queue.append((number, message))
+
+    def _full(self) -> str:
+        if self._ends_at is not None:
+            return "the server is about to end and takes no new sessions"
+        if len(self.sessions) >= self.limits.max_sessions:
+            return f"the server has {len(self.sessions)} sessions already, which is all it takes"
+        return ""
+
+    def _refuse(self, identity: bytes, message: dict[str, Any], why: str) -> None:
+        reply = {"reply": message["number"], "error": why, "kind": "EnvError"}
+        self._router.send_multipart([identity, *wire.pack(reply)])
+
+    def _pong(self, session: Session, awaiting: list[int]) -> None:
+        """Tell what never came, and give again what the client has not got."""
+        missing = [number for number in awaiting if number not in session.seen]
+        self._router.send_multipart([session.identity, *wire.pack({"missing": missing})])
+        for number in awaiting:
+            if number in session.replies:
+                self._router.send_multipart([session.identity, *session.replies[number]], copy=False)
+
+    def _answer(self, session: Session, number: int, reply: dict[str, Any], env: PooledVectorEnv | None) -> None:
+        """`env`: whose state of things goes along, unless the client sees it in shared memory."""
+        pool = session.pool
+        counted = {} if pool is None else {"replaced": pool.replaced, "lost": pool.lost_episodes}
+        if env is not None:
+            ended = (env.buffers.terminated | env.buffers.truncated).any()
+            names = (*OUTCOME, *(FINAL if ended else ()))
+            reply = {**reply, "arrays": {name: getattr(env.buffers, name) for name in names}}
+        frames = wire.pack({"reply": number, **reply, **counted, "now": time.monotonic()})
+        session.replies[number] = frames
+        while len(session.replies) > KEPT_REPLIES:
+            session.replies.popitem(last=False)
+        self._router.send_multipart([session.identity, *frames], copy=False)
+
+    # ------------------------------------------------------------------------------------------ work
+
+    def _advance(self, key: bytes, session: Session) -> None:
+        """Whatever can be done for a session without waiting."""
+        if session.job is not None:
+            number, which, future = session.job
+            if not future.done():
+                return
+            session.job = None
+            env = session.sets.get(-1 if which is None else which)
+            self._answer(session, number, future.result(), None if which in session.shared else env)
+            if session.closing or session.pool is None:  # it has ended, or could not be opened
+                del self.sessions[key]
+                return
+        if time.monotonic() - session.heard > self.limits.session_timeout_s:
+            self.counts["expired"] += 1
+            logger.warning("a session ends: its trainer was silent for %g s", self.limits.session_timeout_s)
+            session.queue.clear()
+            session.queue.append((0, {"op": "close"}))
+        work = self._work(session)
+        while session.queue and session.job is None:
+            number, request = session.queue.popleft()
+            if request["op"] == "close":
+                session.closing = True
+                self._start(session, number, None, work.close)
+            elif request["op"] == "step":
+                reply = work.tried(partial(work.begin, number, request))
+                if "error" in reply:
+                    self._answer(session, number, reply, None)
+            else:
+                which = request.get("set") if request["op"] in ("reset", "restore", "make") else None
+                self._start(session, number, which, partial(work.OPS[request["op"]], work, request))
+        for which, (number, begun) in list(session.stepping.items()) if session.job is None else ():
+            env = session.sets[which]
+            progress = env.progress()
+            if progress == "running" and time.monotonic() - begun < env.pool.timeout_s:
+                continue
+            del session.stepping[which]
+            if progress == "answered":
+                reply = work.tried(partial(work.finish, env))
+                self._answer(session, number, reply, None if which in session.shared else env)
+            else:
+                self._start(session, number, which, partial(work.finish, env))
+                return
+
+    def _work(self, session: Session) -> Work:
+        return Work(self.kind, self.id, self.limits, self.counts, session)
+
+    def _start(self, session: Session, number: int, which: int | None, job: Callable[[], dict[str, Any]]) -> None:
+        future = self._threads.submit(self._work(session).tried, job)
+        future.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
+        session.job = number, which, future
+
+    def metrics(self) -> dict[str, float]:
+        """Counters since the start and the present state, by name."""
+        sessions = list(self.sessions.values())
+        pools = [session.pool for session in sessions if session.pool is not None]
+        names = ("messages", "malformed", "replayed", "refused", "admitted", "not_admitted", "handshakes_failed")
+        return {
+            **{f"{name}_total": self.counts[name] for name in (*names, "sessions", "expired", "chunks", "env_steps")},
+            "sessions": len(sessions),
+            "envs": sum(env.num_envs for session in sessions for env in list(session.sets.values())),
+            "processes": sum(pool.num_processes for pool in pools),
+            "replaced_processes": sum(pool.replaced for pool in pools),
+            "lost_episodes": sum(pool.lost_episodes for pool in pools),
+            "draining": float(self._ends_at is not None),
+        }
+
+
+def require_safe(bind: str, token: bytes | None) -> None:
+    """Raises ValueError for an address that others than this machine's programs could use without a token."""
+    scheme, _, rest = bind.partition("://")
+    host = rest.rpartition(":")[0].strip("[]")
+    if scheme not in ("ipc", "tcp"):
+        raise ValueError(f"{bind} is no address; expected ipc://PATH or tcp://HOST:PORT")
+    if scheme == "tcp" and token is None and host not in ("127.0.0.1", "localhost", "::1"):
+        raise ValueError(f"{bind} would let everybody in who can reach it; give --token-file, or bind to 127.0.0.1")
+
+
+def serve_metrics(server: EnvServer, port: int) -> int:
+    """Answer `/healthz` and `/metrics` (Prometheus) on this machine's loopback, in a thread; returns the port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            metrics = server.metrics()
+            text = {
+                "/healthz": "draining\n" if metrics["draining"] else "ok\n",
+                "/metrics": "".join(f"env_server_{name} {value:g}\n" for name, value in metrics.items()),
+            }.get(self.path)
+            self.send_response(404 if text is None else 503 if text == "draining\n" else 200)
+            self.end_headers()
+            self.wfile.write((text or "").encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            logger.debug(format, *args)
+
+    http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    Thread(target=http.serve_forever, daemon=True).start()
+    return http.server_address[1]
+
+
+def main() -> None:
+    """The command line; `embodied-rl serve-env` has the same options."""
+    own = Limits()
+    parser = argparse.ArgumentParser(prog="python -m envs.server", description="Serve the envs of one simulator.")
+    parser.add_argument("kind", help="maniskill, libero, gymnasium, or module:Class")
+    parser.add_argument("id")
+    parser.add_argument("--bind", default="tcp://127.0.0.1:*", help="ipc://PATH or tcp://HOST:PORT")
+    parser.add_argument("--token-file", help="needed unless only this machine can connect")
+    parser.add_argument("--metrics-port", type=int, help="/healthz and /metrics on 127.0.0.1")
+    parser.add_argument("--parent", type=int, help="a descriptor whose closing ends the server")
+    for name, value in vars(own).items():
+        parser.add_argument(
+            f"--{name.removesuffix('_s').replace('_', '-')}", dest=name, type=type(value), default=value
+        )
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s env server %(levelname)s %(message)s")
+    try:
+        token = wire.read_token(args.token_file) if args.token_file else None
+        limits = Limits(**{name: getattr(args, name) for name in vars(own)})
+        server = EnvServer(args.kind, args.id, args.bind, token, limits)
+    except (OSError, ValueError, zmq.ZMQError) as error:
+        sys.exit(f"env server: {error}")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop(at_once=server._ends_at is not None))
+    if args.metrics_port is not None:
+        print(f"metrics on http://127.0.0.1:{serve_metrics(server, args.metrics_port)}/metrics", flush=True)
+    print(f"serving {args.id} ({args.kind}) on {server.address}", flush=True)
+    server.run(args.parent)
+    os._exit(0)  # a simulator that is being made in a thread would keep the process
+
+
+if __name__ == "__main__":
+    main()

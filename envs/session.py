@@ -1,0 +1,192 @@
+"""The sessions of an env server: what each trainer has there, and what it may ask for (`server` does the talking)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+import traceback
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+
+from envs import libero, maniskill, wire
+from envs.base import EnvError, EnvSettings, Episode
+from envs.pool import EnvPool, PooledVectorEnv
+
+logger = logging.getLogger(__name__)
+CLIENT_OPTIONS = {"maniskill": maniskill.SIMULATOR_KEYS, "libero": libero.SIMULATOR_KEYS}
+MAX_IMAGE = 1024  # pixels
+MAX_CHUNK = 1000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server allows. Times in seconds.
+
+    Attributes:
+        max_envs: of each session.
+        processes: env processes of each session.
+        step_timeout_s: a process silent for longer is replaced.
+        session_timeout_s: a session whose trainer is silent for longer is closed.
+        drain_s: how long sessions may go on once the server has been asked to end.
+    """
+
+    max_sessions: int = 8
+    max_envs: int = 1024
+    processes: int = len(os.sched_getaffinity(0))
+    step_timeout_s: float = 120.0
+    session_timeout_s: float = 120.0
+    drain_s: float = 30.0
+
+
+@dataclass
+class Session:
+    """One trainer's envs. `queue` holds what is to be done, `job` what a thread is doing."""
+
+    identity: bytes  # where its answers go
+    heard: float
+    pool: EnvPool | None = None
+    sets: dict[int, PooledVectorEnv] = field(default_factory=dict)
+    shared: set[int] = field(default_factory=set)  # sets whose memory the client has mapped
+    stepping: dict[int, tuple[int, float]] = field(default_factory=dict)  # set: (request, when it was begun)
+    queue: deque[tuple[int, dict[str, Any]]] = field(default_factory=deque)
+    job: tuple[int, int | None, Future] | None = None  # request, set, what a thread does
+    seen: set[int] = field(default_factory=set)
+    replies: OrderedDict[int, list[Any]] = field(default_factory=OrderedDict)
+    closing: bool = False
+
+
+class Work:
+    """What sessions ask for. Each returns what the answer holds."""
+
+    def __init__(self, kind: str, env_id: str, limits: Limits, counts: Counter[str], session: Session) -> None:
+        self.kind, self.id, self.limits, self.counts, self.session = kind, env_id, limits, counts, session
+
+    def tried(self, job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The job's answer, or what went wrong: with the caller's request, or here."""
+        try:
+            return job()
+        except EnvError as error:
+            return {"error": str(error), "kind": "EnvError"}
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+            logger.warning("a request failed:\n%s", traceback.format_exc())
+            return {"error": str(error) if isinstance(error, ValueError) else repr(error), "kind": "ValueError"}
+
+    def open(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self.session.pool is not None:
+            raise EnvError("this session is open already")
+        asked = request["kind"], request["id"]
+        if asked[0] != self.kind or not (f"{asked[1]}/").startswith(f"{self.id}/"):
+            raise EnvError(f"the server has {self.id} ({self.kind}), and asked for is {asked[1]} ({asked[0]})")
+        processes = min(request["processes"] or self.limits.processes, self.limits.processes)
+        self.session.pool = EnvPool(processes, self.limits.step_timeout_s)
+        about = {"protocol": wire.PROTOCOL, "processes": processes, "max_envs": self.limits.max_envs}
+        return {"value": {**about, "versions": versions()}}
+
+    def make(self, request: dict[str, Any]) -> dict[str, Any]:
+        settings, session = self._settings(request["settings"]), self.session
+        env_ids, chunk, which = [int(number) for number in request["env_ids"]], request["chunk"], request["set"]
+        if not isinstance(which, int) or which in session.sets or not 1 <= chunk <= MAX_CHUNK or not env_ids:
+            raise ValueError(f"a set {which} of {len(env_ids)} envs in chunks of {chunk}")
+        count = len(env_ids) + sum(env.num_envs for env in session.sets.values())
+        if count > self.limits.max_envs:
+            raise EnvError(f"{count} envs in one session; the server takes up to {self.limits.max_envs}")
+        options = {name: request[name] for name in ("seed", "group_size", "auto_reset", "record_actions")}
+        env = self._pool().vector_env(settings, env_ids, chunk, **options)
+        session.sets[which] = env
+        env.go_on(np.asarray(request["numbers"], np.int64), np.asarray(request["lost"], bool))
+        memory, name = env.memory
+        place = {"pid": os.getpid(), "descriptor": memory, "name": name}
+        return {"value": {"spec": wire.plain_spec(env.spec), "memory": place}}
+
+    def begin(self, number: int, request: dict[str, Any]) -> dict[str, Any]:
+        """Begin a chunk step, whose answer comes later."""
+        which = request["set"]
+        env = self._set(request)
+        if which in self.session.stepping:
+            raise ValueError(f"a chunk step of set {which} is in flight")
+        if which in self.session.shared:
+            env.begin_chunk()
+        else:
+            env.chunk_step_async(np.asarray(request["actions"], np.float32))
+        self.session.stepping[which] = number, time.monotonic()
+        return {}
+
+    def finish(self, env: PooledVectorEnv) -> dict[str, Any]:
+        episodes, lost, spans = env.finish_chunk()
+        self.counts["chunks"] += 1
+        self.counts["env_steps"] += int(env.buffers.valid.sum())
+        return {"value": {"episodes": [vars(episode) for episode in episodes], "lost": lost, "spans": spans}}
+
+    def reset(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._set(request).reset(request["rows"], request["seeds"], request["init_state_ids"])
+        return {"value": None}
+
+    def state(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"value": self._set(request).state()}
+
+    def restore(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._set(request).restore(request["state"])
+        return {"value": None}
+
+    def drop(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._set(request).close()
+        del self.session.sets[request["set"]]
+        self.session.shared.discard(request["set"])
+        return {"value": None}
+
+    def render(self, request: dict[str, Any]) -> dict[str, Any]:
+        episodes = [Episode(**episode) for episode in request["episodes"]]
+        return {"value": self._pool().render(self._settings(request["settings"]), episodes)}
+
+    def close(self) -> dict[str, Any]:
+        if self.session.pool is not None:
+            self.session.pool.close()
+        return {}
+
+    OPS = {"open": open, "make": make, "reset": reset, "state": state, "restore": restore, "drop": drop}
+    OPS |= {"render": render}
+
+    def _pool(self) -> EnvPool:
+        if self.session.pool is None:
+            raise ValueError("the session was not opened")
+        return self.session.pool
+
+    def _set(self, request: dict[str, Any]) -> PooledVectorEnv:
+        env = self.session.sets.get(request["set"])
+        if env is None:
+            raise ValueError(f"there is no set {request['set']}")
+        if request.get("shared") is True:
+            self.session.shared.add(request["set"])
+        return env
+
+    def _settings(self, plain: dict[str, Any]) -> EnvSettings:
+        """What a client asks for, which may be the kind's own options and no arguments of other classes."""
+        settings = wire.settings_of(plain)
+        if settings.kind != self.kind or not f"{settings.id}/".startswith(f"{self.id}/"):
+            raise EnvError(f"the server has {self.id} ({self.kind}), not {settings.id} ({settings.kind})")
+        allowed = CLIENT_OPTIONS.get(settings.kind, ("render",))
+        if foreign := sorted(set(settings.simulator) - set(allowed)):
+            raise EnvError(
+                f"the server takes no option '{foreign[0]}' for {settings.id}; it takes {', '.join(allowed)}"
+            )
+        if (size := settings.simulator.get("image_size")) and not 1 <= size <= MAX_IMAGE:
+            raise EnvError(f"images of {size} pixels; the server draws up to {MAX_IMAGE}")
+        return settings
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that decide what a simulator does, of those that are installed."""
+    found = {"python": platform.python_version()}
+    for name in ("numpy", "gymnasium", "mujoco", "robosuite", "mani_skill", "sapien", "pyzmq"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

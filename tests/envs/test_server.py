@@ -1,0 +1,373 @@
+"""Env servers: the same contract over a socket, sessions that know nothing of each other, and uninvited guests."""
+
+import itertools
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs import client, wire
+from envs.base import ChunkResult, EnvError, EnvSettings, VectorEnv
+from envs.client import RemotePool
+from envs.pool import EnvPool
+from envs.server import EnvServer, serve_metrics
+from envs.session import Limits
+
+TOY = EnvSettings("toy:Toy", "Toy", observation=("state", "image"))
+TOKEN = b"a token that is long enough"
+Start = Callable[..., EnvServer]
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """Starts servers in threads."""
+    running: list[tuple[EnvServer, threading.Thread]] = []
+
+    def begin(bind: str = "tcp://127.0.0.1:*", token: bytes | None = None, **limits: float) -> EnvServer:
+        allowed = Limits(**{"processes": 2, **limits})  # type: ignore[arg-type]
+        server = EnvServer("toy:Toy", "Toy", bind, token, allowed)
+        thread = threading.Thread(target=server.run)
+        running.append((server, thread))
+        thread.start()
+        return server
+
+    yield begin
+    for server, _ in running:
+        server.stop(at_once=True)
+    for _, thread in running:
+        thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def server(start: Start) -> EnvServer:
+    return start()
+
+
+def connect(server: EnvServer, **options: object) -> RemotePool:
+    return RemotePool(server.address, "toy:Toy", "Toy", **{"timeout_s": 20.0, **options})  # type: ignore[arg-type]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def actions(env: VectorEnv, chunk: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(-1, 1, (env.num_envs, chunk, 2)).astype(np.float32)
+
+
+def assert_equal(one: ChunkResult, other: ChunkResult) -> None:
+    for name in ("reward", "terminated", "truncated", "valid", "ended", "lost"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+    everywhere = np.ones_like(one.ended)
+    for seen, right, rows in (
+        (one.observation, other.observation, everywhere),
+        (one.final_observation, other.final_observation, one.ended),
+    ):
+        assert seen.keys() == right.keys()
+        for key in seen:
+            shown, expected = (np.array(where[key])[rows] for where in (seen, right))  # type: ignore[literal-required]
+            np.testing.assert_array_equal(shown, expected)
+    for episode, twin in zip(one.episodes, other.episodes, strict=True):
+        np.testing.assert_array_equal(episode.actions, twin.actions)
+        assert replace(episode, actions=None) == replace(twin, actions=None)
+
+
+@pytest.mark.parametrize("by", ["shared memory", "wire"])
+def test_two_sets_of_a_session_do_what_the_pools_own_do(
+    server: EnvServer, shared_pool: EnvPool, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    if by == "wire":
+        monkeypatch.setattr(client, "map_shared", lambda *_: None)
+    pool = connect(server)
+    options = {"chunk": 3, "seed": 5, "group_size": 2, "record_actions": True}
+    sets = [
+        [where.vector_env(TOY, range(4 * s, 4 * s + 4), **options) for s in (0, 1)] for where in (pool, shared_pool)
+    ]
+    assert [env.is_shared for env in sets[0]] == [by == "shared memory"] * 2  # type: ignore[attr-defined]
+    assert sets[0][0].spec == sets[1][0].spec
+    for own, right in zip(*sets, strict=True):
+        np.testing.assert_array_equal(own.reset()["state"], right.reset()["state"])
+        np.testing.assert_array_equal(
+            own.reset([1, 3], [7, 8], [0, 2])["image"], right.reset([1, 3], [7, 8], [0, 2])["image"]
+        )
+    ended = 0
+    for t in range(12):
+        for envs in sets:
+            for env in envs:
+                env.chunk_step_async(actions(env, 3, t))
+        for own, right in zip(*sets, strict=True):
+            result = own.chunk_step_wait()
+            assert_equal(result, right.chunk_step_wait())
+            ended += len(result.episodes)
+            assert [process for process, *_ in result.spans] == [0, 1]
+    assert ended > 4
+    fresh = pool.vector_env(TOY, range(4), **options)
+    fresh.restore(sets[0][0].state())
+    assert_equal(fresh.chunk_step(actions(fresh, 3)), sets[0][0].chunk_step(actions(fresh, 3)))
+    for env in sets[1]:
+        env.close()
+    pool.close()
+
+
+def test_films_come_from_the_server(server: EnvServer) -> None:
+    pool = connect(server)
+    env = pool.vector_env(TOY, range(2), chunk=30, auto_reset=False, record_actions=True)
+    env.reset(seeds=[1, 2])
+    episodes = env.chunk_step(actions(env, 30)).episodes
+    films = pool.render(replace(TOY, simulator={"render": True}), episodes)
+    assert [len(film) for film in films] == [episode.length + 1 for episode in episodes]
+    pool.close()
+
+
+def test_a_process_that_dies_in_one_session_harms_no_other(start: Start, tmp_path: Path) -> None:
+    server = start()
+    server_pools = lambda: [session.pool for session in server.sessions.values() if session.pool]  # noqa: E731
+    one, other = connect(server), connect(server)
+    envs = [pool.vector_env(TOY, range(2), seed=3) for pool in (one, other)]
+    for env in envs:
+        env.reset()
+    first = server_pools()[0]
+    first.processes[0].popen.kill()
+    lost = [env.chunk_step(actions(env, 1)).lost.tolist() for env in envs]
+    assert lost == [[True, False], [False, False]]
+    assert (one.replaced, one.lost_episodes, other.replaced, other.lost_episodes) == (1, 1, 0, 0)
+    with pytest.raises(ValueError, match="no set 7"):
+        other.ask("reset", set=7, rows=[0], seeds=None, init_state_ids=None)
+    one.close()
+    assert envs[1].chunk_step(actions(envs[1], 1)).valid.all()
+    other.close()
+
+
+def test_what_is_not_served_is_refused_with_what_is(start: Start) -> None:
+    server = start(max_sessions=1, max_envs=3)
+    with pytest.raises(EnvError, match=r"the server has Toy \(toy:Toy\), and asked for is PushCube-v1 \(maniskill\)"):
+        RemotePool(server.address, "maniskill", "PushCube-v1", timeout_s=10)
+    pool = connect(server)
+    with pytest.raises(EnvError, match="4 envs in one session; the server takes up to 3"):
+        pool.vector_env(TOY, range(4))
+    with pytest.raises(EnvError, match="takes no option 'faults'"):
+        pool.vector_env(replace(TOY, simulator={"faults": "/tmp"}), range(1))
+    with pytest.raises(EnvError, match="not Pickle"):
+        pool.vector_env(EnvSettings("pickle:Unpickler", "Pickle"), range(1))
+    pool.close()
+
+
+# --- who may speak ------------------------------------------------------------------------------------------
+
+
+def test_an_address_open_to_others_needs_a_token() -> None:
+    for bind in ("tcp://*:0", "tcp://0.0.0.0:7000", "tcp://robot.lan:7000", "tcp://[::]:7000"):
+        with pytest.raises(ValueError, match="--token-file"):
+            EnvServer("toy:Toy", "Toy", bind)
+    with pytest.raises(ValueError, match="no address"):
+        EnvServer("toy:Toy", "Toy", "127.0.0.1:7000")
+
+
+def test_only_those_who_know_the_token_get_in_and_what_they_said_cannot_be_said_again(start: Start) -> None:
+    server = start(token=TOKEN)
+    for wrong in (None, b"another token of some length"):
+        with pytest.raises(EnvError, match="token"):
+            connect(server, token=wrong)
+    port = int(server.address.rpartition(":")[2])
+    with Tap(port) as tap:
+        pool = RemotePool(f"tcp://127.0.0.1:{tap.port}", "toy:Toy", "Toy", timeout_s=20, token=TOKEN)
+        env = pool.vector_env(TOY, range(2))
+        env.reset()
+        pool.close()
+        wait_until(lambda: not server.sessions)
+    counted = server.counts["messages"]
+    assert counted > 2 and b"reset" not in tap.heard  # what goes over the wire is encrypted
+    with socket.create_connection(("127.0.0.1", port), 5) as replay:
+        replay.sendall(tap.heard)
+        replay.settimeout(2)
+        with pytest.raises((TimeoutError, ConnectionResetError)):
+            while replay.recv(4096):
+                pass
+            raise ConnectionResetError
+    assert server.counts["messages"] == counted
+
+
+class Tap:
+    """Passes bytes on to a port, and keeps what was said to it."""
+
+    def __init__(self, to: int) -> None:
+        self.heard = b""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port, self._to = self._listener.getsockname()[1], to
+
+    def __enter__(self) -> "Tap":
+        threading.Thread(target=self._pass_on, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    def _pass_on(self) -> None:
+        caller, _ = self._listener.accept()
+        self._listener.close()
+        server = socket.create_connection(("127.0.0.1", self._to))
+
+        def back() -> None:
+            with suppress(OSError):
+                while data := server.recv(65536):
+                    caller.sendall(data)
+
+        threading.Thread(target=back, daemon=True).start()
+        while data := caller.recv(65536):
+            self.heard += data
+            server.sendall(data)
+        server.close()
+
+
+def test_a_request_that_comes_twice_is_done_once(server: EnvServer) -> None:
+    pool = connect(server)
+    env = pool.vector_env(TOY, range(1), chunk=1)
+    env.reset()
+    before = server.counts["replayed"]
+    env.chunk_step_async(actions(env, 1))
+    assert env._step is not None
+    pool._post(env._step, again=True)
+    result = env.chunk_step_wait()
+    assert env.state()[0]["actions"].shape == (1, 2) and result.valid.sum() == 1
+    assert server.counts["replayed"] == before + 1
+    pool.close()
+
+
+# --- what is no message -------------------------------------------------------------------------------------
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=40),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=12,
+)
+NAMES = st.sampled_from(
+    ["open", "make", "reset", "step", "state", "restore", "drop", "render", "ping", "close", "alive"]
+)
+FIELDS = ["set", "settings", "env_ids", "chunk", "rows", "seeds", "init_state_ids", "actions", "state", "shared"]
+FIELDS += ["awaiting", "kind", "id", "processes", "numbers", "lost", "episodes"]
+
+
+@pytest.fixture(scope="module")
+def victim(server: EnvServer) -> Iterator[RemotePool]:
+    """A session that messages are forged in; its set has a number that is hard to guess."""
+    pool = connect(server)
+    pool._set_numbers = itertools.count(77_777)
+    pool.vector_env(TOY, range(2)).reset()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def dealer(server: EnvServer) -> Iterator[zmq.Socket]:
+    with zmq.Context.instance().socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(server.address)
+        yield dealer
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    op=NAMES | st.text(max_size=5),
+    number=st.just("next") | VALUES,
+    stolen=st.booleans(),
+    fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6),
+    extra=st.lists(st.binary(max_size=64), max_size=3),
+)
+def test_no_message_harms_the_server_nor_the_session_it_is_forged_in(
+    victim: RemotePool, dealer: zmq.Socket, op: str, number: object, stolen: bool, fields: dict, extra: list[bytes]
+) -> None:
+    key = victim._key if stolen and op != "close" else bytes(16)
+    number = next(victim._numbers) if number == "next" else number
+    try:
+        frames = wire.pack({"protocol": wire.PROTOCOL, "session": key, "op": op, "number": number, **fields})
+    except OverflowError:
+        frames = [b""]
+    dealer.send_multipart([*frames, *extra])
+    dealer.send_multipart(wire.pack({"protocol": wire.PROTOCOL, "session": b"?" * 16, "op": "state", "number": 1}))
+    while wire.unpack(dealer.recv_multipart()).get("gone") != b"?" * 16:  # it answers, so it has survived
+        pass
+    env = victim.sets[77_777]
+    assert env.chunk_step(actions(env, 1)).valid.all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(frames=st.lists(st.binary(max_size=200), max_size=5))
+def test_whatever_bytes_come_a_message_is_refused_by_one_error(frames: list[bytes]) -> None:
+    try:
+        message = wire.unpack(frames)
+    except wire.WireError:
+        return
+    assert isinstance(message, dict)
+
+
+def test_raw_bytes_and_oversized_frames_end_only_their_own_connection(server: EnvServer, dealer: zmq.Socket) -> None:
+    pool = connect(server)
+    env = pool.vector_env(TOY, range(1))
+    env.reset()
+    port = int(server.address.rpartition(":")[2])
+    rng = np.random.default_rng(0)
+    for size in (1, 10, 64, 1000, 100_000):
+        with socket.create_connection(("127.0.0.1", port), 5) as guest:
+            guest.sendall(rng.bytes(size))
+    malformed = server.counts["malformed"]
+    dealer.send(bytes(wire.MAX_REQUEST + 1))  # the connection ends
+    dealer.send(b"no message")
+    dealer.send_multipart(wire.pack({"protocol": wire.PROTOCOL, "session": bytes(16), "op": "state", "number": 1}))
+    assert dealer.poll(10_000) and wire.unpack(dealer.recv_multipart())["gone"] == bytes(16)
+    assert server.counts["malformed"] > malformed
+    assert env.chunk_step(actions(env, 1)).valid.all()
+    pool.close()
+
+
+def test_arrays_that_are_not_what_they_say_are_refused() -> None:
+    frames = [bytes(frame) for frame in wire.pack({"a": np.zeros(40_000, np.float32)})]
+    assert len(frames) == 2 and wire.unpack(frames)["a"].shape == (40_000,)
+    with pytest.raises(wire.WireError, match="159999 bytes"):
+        wire.unpack([frames[0], frames[1][:-1]])
+    with pytest.raises(wire.WireError):
+        wire.unpack([frames[0]])
+    for dtype, shape, data in (("|O", [1], bytes(8)), ("<f4", [-1, -1], bytes(4)), ("<f4", [2**62, 4], b"")):
+        forged = msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb((dtype, shape, data)))})
+        with pytest.raises(wire.WireError):
+            wire.unpack([forged])
+
+
+def test_health_and_metrics_tell_how_the_server_does(start: Start) -> None:
+    server = start(drain_s=15)
+    port = serve_metrics(server, 0)
+    get = lambda path: urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).read().decode()  # noqa: E731
+    pool = connect(server)
+    env = pool.vector_env(TOY, range(3), chunk=2)
+    env.reset()
+    steps = int(env.chunk_step(actions(env, 2)).valid.sum())
+    values = dict(line.split() for line in get("/metrics").splitlines())
+    assert values["env_server_envs"] == "3" and values["env_server_sessions"] == "1"
+    assert values["env_server_env_steps_total"] == str(steps) and values["env_server_chunks_total"] == "1"
+    assert get("/healthz") == "ok\n"
+    server.stop()
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        get("/healthz")
+    with pytest.raises(EnvError, match="about to end"):
+        connect(server)
+    assert env.chunk_step(actions(env, 2)).valid.any()  # who is there may go on for a while
+    pool.close()
