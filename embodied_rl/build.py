@@ -15,6 +15,7 @@ SIMULATOR_KEYS = {
         "control_freq",
         "image_size",
         "shader",
+        "object_set",
         "mesh_detail",
         "sim_backend",
     ),

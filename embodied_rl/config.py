@@ -70,9 +70,12 @@ class EnvConfig(Section):
         default="sampled", description="LIBERO; stored: the initial states that published evaluations use too"
     )
     image_size: Annotated[int, Field(ge=16, le=1024)] = Field(
-        default=128, description="pixels, square"
+        default=128, description="pixels, square; ManiSkill's scenes on the Bridge table have 640 x 480"
     )
     shader: Literal["minimal", "default"] = Field(default="minimal", description="ManiSkill camera shader")
+    object_set: Literal["train", "test", "all"] = Field(
+        default="train", description="put-on-plate scenes: which objects, tables or whatever the scene varies"
+    )
     mesh_detail: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="ManiSkill, metres: vertices of untextured meshes that are as close become one, and a CPU draws "

@@ -20,6 +20,8 @@ from embodied_rl.runs import runs_in
 from embodied_rl.schema import all_keys, flat
 from envs.base import EnvError
 from envs.catalog import download_command, gymnasium_envs, maniskill_envs, missing_assets
+from envs.put_on_plate.assets import is_bridge, lacking
+from envs.put_on_plate.scenes import HORIZON, RENAMED, SCENES
 from scheduler.placement import parse_placement
 
 # What a resumed run may change: how long, how watched and where it runs, not what is learned from what.
@@ -66,10 +68,10 @@ def environment_faults(config: Config, dry_run: bool, defaulted: Collection[str]
 def unchecked(config: Config) -> list[str]:
     """What a dry run does not check, each as a sentence's part."""
     items = ["whether the env starts", "the size of observations and actions"]
-    if config.env.kind == "maniskill" and ("image" in config.env.observation or config.evaluation.videos):
-        items.insert(0, "whether a Vulkan device can render (`embodied-rl doctor` does)")
     if missing := missing_checkpoint(config):
         items.insert(0, f"the checkpoint: {missing}")
+    if config.env.kind == "maniskill" and ("image" in config.env.observation or config.evaluation.videos):
+        items.insert(0, "whether a Vulkan device can render (`embodied-rl doctor` does)")
     if visible_devices(config) is None:
         items.append("the placement, against the devices of the cluster that the run joins")
     return items
@@ -87,13 +89,22 @@ def _maniskill_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str
         yield ("env.kind",), Fault("env.kind", env.kind, what, command)
         return
     known = maniskill_envs()
-    if env.id not in known:
-        hint = _near_ids(env.id, known, "gymnasium", gymnasium_envs())
+    module, _, name = env.id.rpartition(":")
+    if fault := _missing_module(module, env.id):
+        yield ("env.id",), fault
+    elif is_bridge(env.id):
+        yield from _bridge_faults(config)
+    elif module:  # ManiSkill's registry learns of it when gymnasium imports the module
+        return
+    elif env.id not in known:
+        ids = {*known, *SCENES}
+        renamed = RENAMED.get(env.id)
+        hint = f"nearest: {renamed}" if renamed else _near_ids(env.id, ids, "gymnasium", gymnasium_envs())
         yield ("env.id",), Fault("env.id", env.id, "no such ManiSkill env", hint)
     elif missing := missing_assets(env.id):
         problem = f"its assets are not downloaded: {', '.join(missing)}"
         yield ("env.id",), Fault("env.id", env.id, problem, f"run: {download_command(missing)}")
-    steps = known[env.id].max_episode_steps if env.id in known else None
+    steps = HORIZON if name in SCENES else known[name].max_episode_steps if name in known else None
     yield from _own_horizon(config, steps)
     if "image" in env.observation and not dry_run and (problem := vulkan_problem()):
         hint = "see `embodied-rl doctor`, or train from state: env.observation=[state]"
@@ -105,6 +116,28 @@ def _maniskill_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str
     if env.sim_backend == "gpu" and devices is not None and devices[1] != "gpu":
         fault = Fault("env.sim_backend", env.sim_backend, "no GPU among this run's devices", "nearest valid: auto")
         yield ("env.sim_backend", "cluster.cpu_slots"), fault
+
+
+def _bridge_faults(config: Config) -> Iterator[tuple[tuple[str, ...], Fault]]:
+    """Of ManiSkill's scenes on the Bridge table: assets, and the only ways in which they can be seen and rewarded."""
+    env = config.env
+    if missing := lacking(env.id):
+        hint = f"run: {missing.command} (docs/put_on_plate.md)"
+        yield ("env.id",), Fault("env.id", env.id, f"not on this machine: {missing}", hint)
+    if env.observation != ("image",):
+        problem = f"{env.id} shows its camera and nothing else"
+        fault = Fault("env.observation", list(env.observation), problem, "nearest valid: [image]")
+        yield ("env.observation", "env.id"), fault
+    if env.reward_mode != "none":
+        problem = f"{env.id} has no reward of its own, and is paid RL4VLA's"
+        yield ("env.reward_mode", "env.id"), Fault("env.reward_mode", env.reward_mode, problem, "nearest valid: none")
+
+
+def _missing_module(module: str, value: str) -> Fault | None:
+    """An env id MODULE:ID whose module is not there."""
+    if not module or importlib.util.find_spec(module.partition(".")[0]) is not None:
+        return None
+    return Fault("env.id", value, f"no module {module}", f"install what provides {module}")
 
 
 def _libero_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str, ...], Fault]]:
@@ -140,11 +173,8 @@ def _gymnasium_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str
         return
     module, colon, _ = env.id.partition(":")
     if colon:  # gymnasium imports the module, which registers the env
-        if importlib.util.find_spec(module.partition(".")[0]) is None:
-            yield (
-                ("env.id",),
-                Fault("env.id", env.id, f"no module {module}", f"install what provides {module}"),
-            )
+        if fault := _missing_module(module, env.id):
+            yield ("env.id",), fault
         return
     known = gymnasium_envs()
     if env.id not in known:

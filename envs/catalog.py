@@ -57,8 +57,12 @@ def missing_assets(env_id: str) -> list[str]:
 
     Raises KeyError for an unknown env.
     """
+    return absent_assets(maniskill_envs()[env_id].assets)
+
+
+def absent_assets(assets: Sequence[str]) -> list[str]:
+    """Those of these asset ids that are not in ManiSkill's asset folder; none without ManiSkill."""
     package = _package_folder()
-    entry = maniskill_envs()[env_id]
     if package is None:
         return []
     sources, groups = _read_assets(package)
@@ -68,7 +72,7 @@ def missing_assets(env_id: str) -> list[str]:
         paths = [root / sources[asset]] if asset in sources else [root / path for path in groups.get(asset, [])]
         return not all(path.exists() for path in paths)
 
-    return [asset for asset in entry.assets if is_missing(asset)]
+    return [asset for asset in assets if is_missing(asset)]
 
 
 def asset_root() -> Path:

@@ -16,8 +16,9 @@ from unittest.mock import patch
 import numpy as np
 
 from envs import mesh_detail, physx_history
-from envs.base import ActionSpec, Env, EnvError, EnvSettings, Step
+from envs.base import ActionSpec, Env, EnvError, EnvSettings, Step, Task
 from envs.catalog import download_command, maniskill_envs, missing_assets
+from envs.put_on_plate import assets as bridge
 
 INSTRUCTIONS = {
     "PushCube-v1": "push the cube to the target",
@@ -39,6 +40,7 @@ SIMULATOR_KEYS = (
     "control_freq",
     "image_size",
     "shader",
+    "object_set",
     "mesh_detail",
     "render",
     "sim_backend",
@@ -57,12 +59,12 @@ class ManiSkillEnv(Env):
         self._simulation = simulation = Simulation(settings, num_envs=1, backend="physx_cpu")
         self.action, self.horizon = simulation.action, simulation.horizon
         self.instruction, self.has_success = simulation.instruction, simulation.has_success
+        self.tasks = simulation.tasks
 
     def reset(self, seed: int, init_state_id: int | None) -> None:
-        if init_state_id is not None:
-            raise EnvError("ManiSkill envs begin from seeds, not from numbered init states")
-        self._simulation.reset(0, seed)
+        self._simulation.reset(0, seed, init_state_id)
         self._simulation.evaluate()
+        self.task = self._simulation.task
 
     def step(self, action: np.ndarray, observed: bool) -> Step:
         reward, terminated, success = self._simulation.step(action[None], observed)[:, 0]
@@ -114,8 +116,15 @@ class Simulation:
         self.action = ActionSpec(tuple(map(float, space.low)), tuple(map(float, space.high)))
         from mani_skill.utils.registration import REGISTERED_ENVS
 
-        self.horizon = REGISTERED_ENVS[settings.id].max_episode_steps or 2**31 - 1  # env.spec does not say
-        self.instruction = self._instruction(settings.id)
+        name = settings.id.rpartition(":")[2]
+        self.horizon = REGISTERED_ENVS[name].max_episode_steps or 2**31 - 1  # env.spec does not say
+        self._bridge: Any = None
+        if bridge.is_bridge(settings.id):
+            from envs.put_on_plate.task import BridgeTask
+
+            self._bridge = BridgeTask(self._env, name, settings.simulator.get("object_set") or "train")
+        self.tasks: tuple[Task, ...] = self._bridge.tasks if self._bridge else ()
+        self.instruction = self.tasks[0].instruction if self.tasks else self._instruction(name)
         self.has_success = "success" in self._env.get_info()
 
     def _instruction(self, env_id: str) -> str:
@@ -123,13 +132,26 @@ class Simulation:
             return str(self._env.get_language_instruction()[0])
         return INSTRUCTIONS.get(env_id, _words(env_id))
 
-    def reset(self, row: int, seed: int) -> None:
-        """Begin the episode that the seed determines in one env. `evaluate` before the next look at any."""
+    @property
+    def task(self) -> int:
+        """The number, in `tasks`, of the current episode's; of envs that are simulated alone."""
+        return self._bridge.task if self._bridge else 0
+
+    def reset(self, row: int, seed: int, episode_id: int | None = None) -> None:
+        """Begin the episode that the seed determines in one env. `evaluate` before the next look at any.
+
+        `episode_id`: of scenes of the Bridge table, which number their episodes.
+        """
         import torch
+
+        if episode_id is not None and not self._bridge:
+            raise EnvError("ManiSkill envs begin from seeds, not from numbered init states")
 
         mask = torch.zeros(self.num_envs, dtype=torch.bool, device=self._env.device)
         mask[row] = True
         options = {"env_idx": mask.nonzero()[:, 0]}
+        if self._bridge:
+            options |= self._bridge.begin(seed, episode_id)
         with ExitStack() as stack:
             stack.enter_context(self._blind())
             stack.enter_context(patch.object(self._env, "get_info", dict))
@@ -156,6 +178,8 @@ class Simulation:
         with nullcontext() if observed else self._blind():
             obs, reward, terminated, _, self._info = self._env.step(actions)
         self._obs = obs if observed else None
+        if self._bridge:
+            reward = self._bridge.reward(self._info)
         success = self._info["success"] if "success" in self._info else torch.zeros_like(terminated)
         return torch.stack([reward.float(), terminated.float(), success.float()]).cpu().numpy()
 
@@ -227,6 +251,9 @@ def _make(settings: EnvSettings, num_envs: int, backend: str) -> tuple[Any, bool
     modes: dict[tuple[str, ...], str] = {("state",): "state", ("image",): "rgb"}
     options["obs_mode"] = modes.get(settings.observation, "rgb+state")
     options["reward_mode"] = simulator.get("reward_mode") or "normalized_dense"
+    of_bridge = bridge.is_bridge(settings.id)
+    if of_bridge:
+        options |= {"obs_mode": "rgb+segmentation", "reward_mode": "none"}
     if simulator.get("control_mode"):
         options["control_mode"] = simulator["control_mode"]
     rates = {key: simulator[key] for key in ("sim_freq", "control_freq") if simulator.get(key)}
@@ -238,6 +265,8 @@ def _make(settings: EnvSettings, num_envs: int, backend: str) -> tuple[Any, bool
     if "image" in settings.observation or simulator.get("render"):
         size = simulator.get("image_size") or 128
         options["sensor_configs"] = {"shader_pack": simulator.get("shader") or "minimal", "width": size, "height": size}
+        if of_bridge:  # the background is laid over the pixels of its own camera
+            del options["sensor_configs"]["width"], options["sensor_configs"]["height"]
         return _gym_make(settings.id, {**options, "render_backend": renderer, "render_mode": "rgb_array"}), True
     try:
         with inert_materials():
@@ -250,6 +279,8 @@ def _gym_make(env_id: str, options: dict[str, Any]) -> Any:
     import gymnasium
     from mani_skill.utils import download_asset
 
+    if lacking := bridge.lacking(env_id):
+        raise EnvError(f"{env_id} needs what is not on this machine: {lacking}; run: {lacking.command}")
     try:
         with patch.object(download_asset, "prompt_yes_no", _refuse_to_ask):
             return gymnasium.make(env_id, **options)

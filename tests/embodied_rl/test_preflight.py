@@ -92,6 +92,29 @@ def test_missing_assets_are_answered_with_the_download_command(run_dir: Path, tm
     assert check(config("env.id=PickSingleYCB-v1"), run_dir) == {}
 
 
+def test_a_put_on_plate_scene_names_what_it_lacks_and_how_it_can_be_seen(run_dir: Path) -> None:
+    scene = "env.id=PutOnPlateInScene25Main-v3"
+    faults = check(config(scene), run_dir, dry_run=True)
+    assert set(faults) == {"env.id", "env.observation", "env.reward_mode"}
+    assert "bridge_v2_real2sim" in faults["env.id"].problem and "CC BY-NC 4.0" in faults["env.id"].problem
+    assert faults["env.id"].hint.startswith("run: python -m mani_skill.utils.download_asset -y bridge_v2_real2sim")
+    way = ("env.observation=[image]", "env.reward_mode=none", "policy.kind=cnn")
+    assert set(check(config(scene, *way), run_dir, dry_run=True)) == {"env.id"}
+    own = check(config("env.id=PutCarrotOnPlateInScene-v1", *way), run_dir, dry_run=True)["env.id"]
+    assert "licensed for non-commercial use" in own.problem
+
+
+def test_a_scene_known_by_two_names_is_pointed_to(run_dir: Path) -> None:
+    fault = check(config("env.id=PutOnPlateInScene25PositionChange-v1"), run_dir)["env.id"]
+    assert "PutOnPlateInScene25PositionChangeTo-v1" in fault.hint
+
+
+def test_an_env_of_another_package_needs_its_module(run_dir: Path) -> None:
+    fault = check(config("env.id=no_such_package.envs:Foo-v1"), run_dir)["env.id"]
+    assert fault.problem == "no module no_such_package.envs"
+    assert check(config("env.id=gymnasium:Foo-v1"), run_dir) == {}
+
+
 def test_images_without_a_vulkan_device_point_to_the_doctor(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VK_DRIVER_FILES", "/nonexistent")
     monkeypatch.setenv("VK_ICD_FILENAMES", "/nonexistent")
