@@ -1,0 +1,158 @@
+"""Env servers that are killed, stopped, replaced or asked to end: what the trainer's side loses, does and says."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from envs.base import EnvError, EnvSettings, VectorEnv, episode_seed
+from envs.client import RemotePool
+from envs.launch import ServerProcess
+from envs.pool import EnvPool
+
+TOY = EnvSettings("toy:Toy", "Toy")
+Serve = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/server"
+
+
+@pytest.fixture
+def serve(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    monkeypatch.chdir(Path(__file__).parent)
+    started: list[ServerProcess] = []
+
+    def begin(kind: str = "toy:Toy") -> ServerProcess:
+        started.append(ServerProcess([kind, "Toy", "--bind", address, "--processes", "1"]))
+        return started[-1]
+
+    yield begin
+    for server in started:
+        if server.popen.poll() is None:
+            server.popen.kill()
+        server.close()
+
+
+def actions(env: VectorEnv) -> np.ndarray:
+    return np.full((env.num_envs, env.args.chunk, 2), 0.01, np.float32)  # type: ignore[attr-defined]
+
+
+def test_a_server_that_is_killed_and_restarted_costs_the_running_episodes_and_no_more(
+    serve: Serve, address: str, make_pool: Callable[..., EnvPool]
+) -> None:
+    server = serve()
+    pool = RemotePool(address, "toy:Toy", "Toy", timeout_s=60)
+    going, frozen = pool.vector_env(TOY, [0, 1], seed=1), pool.vector_env(TOY, [2, 3], seed=1, auto_reset=False)
+    evaluated = pool.vector_env(TOY, [4], seed=1, auto_reset=False)
+    going.reset()
+    frozen.reset()
+    going.chunk_step(actions(going))
+    going.chunk_step_async(actions(going))
+    server.popen.kill()
+    server.popen.wait()
+    serve()
+    result = going.chunk_step_wait()
+    assert result.lost.all() and not result.valid.any() and not result.ended.any()
+    assert (pool.replaced, pool.lost_episodes) == (1, 4)
+    twin = make_pool(1).vector_env(TOY, [0, 1])
+    twin.reset(seeds=[episode_seed(1, env_id, 1) for env_id in (0, 1)])
+    np.testing.assert_array_equal(result.observation["state"], twin.observation()["state"])  # the next episodes
+    assert frozen.chunk_step(actions(frozen)).lost.all()  # it was not in flight: it is told by its next chunk
+    assert not frozen.chunk_step(actions(frozen)).valid.any()
+    evaluated.reset([0], [9])
+    assert evaluated.chunk_step(actions(evaluated)).valid.all()
+    after = going.chunk_step(actions(going))
+    assert after.valid.all() and not after.lost.any()
+    assert [slot["number"] for slot in going.state()] == [2, 2]
+    pool.close()
+
+
+def test_a_server_that_stops_for_a_while_costs_nothing_and_for_too_long_ends_the_run(
+    serve: Serve, address: str
+) -> None:
+    server = serve()
+    pool = RemotePool(address, "toy:Toy", "Toy", timeout_s=4)
+    env = pool.vector_env(TOY, [0])
+    env.reset()
+    os.kill(server.popen.pid, signal.SIGSTOP)
+    env.chunk_step_async(actions(env))
+    time.sleep(0.5)
+    os.kill(server.popen.pid, signal.SIGCONT)
+    assert env.chunk_step_wait().valid.all() and pool.lost_episodes == 0
+    os.kill(server.popen.pid, signal.SIGSTOP)
+    with pytest.raises(
+        EnvError, match=rf"{address} was silent for \d+ s \(step\); is it running there, and not stopped"
+    ):
+        env.chunk_step(actions(env))
+    os.kill(server.popen.pid, signal.SIGCONT)
+    pool.close()
+
+
+def test_a_server_that_comes_back_with_something_else_ends_the_run_with_the_difference(
+    serve: Serve, address: str
+) -> None:
+    server = serve("toy:Toy")
+    pool = RemotePool(address, "toy:Toy", "Toy", timeout_s=30)
+    env = pool.vector_env(TOY, [0])
+    env.reset()
+    server.popen.kill()
+    server.popen.wait()
+    Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+    serve("toy:OtherToy")
+    with pytest.raises(EnvError, match=r"the server has Toy \(toy:OtherToy\), and asked for is Toy \(toy:Toy\)"):
+        env.chunk_step(actions(env))
+    pool.close()
+
+
+def test_an_env_that_is_another_behind_the_same_name_is_noticed(
+    serve: Serve, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    pool = RemotePool(address, "toy:Toy", "Toy", timeout_s=30)
+    env = pool.vector_env(TOY, [0])
+    env.reset()
+    server.popen.kill()
+    server.popen.wait()
+    monkeypatch.setenv("TOY_HORIZON", "7")
+    serve()
+    with pytest.raises(EnvError, match="came back with other envs: horizon was 30 and is 7"):
+        env.chunk_step(actions(env))
+    pool.close()
+
+
+def test_a_server_asked_to_end_waits_for_its_sessions_and_a_trainer_that_dies_leaves_no_process(
+    serve: Serve, address: str
+) -> None:
+    server = serve()
+    pool = RemotePool(address, "toy:Toy", "Toy")
+    env = pool.vector_env(TOY, [0])
+    env.reset()
+    server.popen.terminate()
+    assert env.chunk_step(actions(env)).valid.all()
+    pool.close()
+    assert server.popen.wait(20) == 0
+    program = (
+        "import os\nfrom envs.launch import ServerProcess\n"
+        f"print(ServerProcess(['toy:Toy', 'Toy', '--bind', '{address}']).popen.pid, flush=True)\nos._exit(1)"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{said.strip()}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert said.strip() and not Path(f"/proc/{said.strip()}").exists()
+
+
+def test_a_server_that_cannot_start_says_so(serve: Serve, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EnvError, match="did not start"):
+        ServerProcess(["toy:Toy", "Toy", "--bind", "tcp://*:0"])
+    assert "give --token-file" in capfd.readouterr().err
+    with pytest.raises(EnvError, match="cannot be started"):
+        ServerProcess(["toy:Toy", "Toy"], python="/nowhere/python")
