@@ -144,7 +144,8 @@ def _adapters(config: Config) -> list[str]:
     """The modules of a policy with action tokens that have an adapter, alike ones counted."""
     from policies.lora import describe
 
-    return describe(VLA.of(config.policy).adapted_modules())
+    vla = VLA.of(config.policy)
+    return describe(vla.adapted_modules()) if vla.settings.lora or vla.settings.adapter else []
 
 
 def print_dry_run(config: Config, run_dir: Path, resume: bool) -> None:

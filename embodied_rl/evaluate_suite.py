@@ -127,15 +127,17 @@ def suite_faults(run: SuiteRun, out: Path) -> list[Fault]:
 
 
 def _policy_faults(policy: str) -> list[Fault]:
-    from policies import openvla
-    from policies.openvla.presets import PRESETS
+    from policies import openvla, openvla_oft
+    from policies.openvla.presets import PRESETS, missing_weights
 
+    presets = [name for name in (*PRESETS, *openvla_oft.PRESETS) if not missing_weights(name)]
     try:
-        openvla.read_config(policy)
+        problem = missing_weights(policy)
+        (openvla_oft if policy in openvla_oft.PRESETS else openvla).read_config(policy)
     except (FileNotFoundError, ValueError, ImportError) as error:
-        hint = f"known: {any_of([*SCRIPTED, *PRESETS])}, or a checkpoint directory"
-        return [Fault("policy", policy, str(error), hint)]
-    return []
+        problem = str(error)
+    hint = f"known: {any_of([*SCRIPTED, *presets])}, or a checkpoint directory"
+    return [Fault("policy", policy, problem, hint)] if problem else []
 
 
 def evaluate_suites(run: SuiteRun, out: Path, command: str) -> int:

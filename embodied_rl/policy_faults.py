@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from embodied_rl.config import Config, OpenVLAConfig
-from embodied_rl.faults import Fault
+from embodied_rl.faults import Fault, show
 from embodied_rl.vla import VLA
 
 MODULES = ("timm", "tokenizers", "peft")
@@ -43,3 +43,16 @@ def _vla_faults(config: Config, options: OpenVLAConfig, dry_run: bool) -> Iterat
             continue  # it is told at the end
         key = "lora_targets" if option == "lora" else option
         yield Fault(f"policy.{kind}.{key}", getattr(options, key), problem)
+    if config.sft.data is None:
+        yield from _use_faults(config, vla)
+
+
+def _use_faults(config: Config, vla: VLA) -> Iterator[Fault]:
+    """A checkpoint that tells how it is to be used, used otherwise."""
+    written, sections = vla.written_settings(), {"kind": "policy", "chunk": "policy"}
+    own = {**vars(vla.settings), "kind": vla.kind}
+    for name in written if written.get("kind") == vla.kind else [name for name in written if name == "kind"]:
+        if own[name] != written[name]:
+            key = f"{sections.get(name, f'policy.{vla.kind}')}.{name}"
+            problem = f"{vla.checkpoint} was trained with {show(written[name])}"
+            yield Fault(key, own[name], problem, f"nearest valid: {show(written[name])}")

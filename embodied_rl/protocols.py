@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -28,6 +29,9 @@ class Protocol:
         temperature: of sampling; None: greedy.
         chunk: actions executed from one policy call, where the policy gives as many.
         epsilon: added to the range of an action dimension when actions are brought to the data set's units.
+        views: cameras that a model of OpenVLA-OFT sees.
+        layout: of the sequence that it was trained with.
+        at_once: a checkpoint that says nothing of itself is of OpenVLA-OFT, and not of OpenVLA.
     """
 
     name: str
@@ -41,6 +45,9 @@ class Protocol:
     temperature: float | None = None
     chunk: int = 8
     epsilon: float = 1e-8
+    views: tuple[int, ...] = (0, 1)
+    layout: Literal["official", "simplevla", "rlinf"] = "official"
+    at_once: bool = False
 
     def see(self, images: np.ndarray) -> np.ndarray:
         """What the policy is shown of the env's images: uint8 [N, V, H, W, 3] -> [N, V, H', W', 3]."""
@@ -67,7 +74,7 @@ PROTOCOLS = {
     for protocol in (
         _OFT,
         replace(_OFT, name="openvla", chunk=1, epsilon=0.0),
-        replace(_OFT, name="simplevla", horizons=_LONG),
+        replace(_OFT, name="simplevla", horizons=_LONG, views=(0,), layout="simplevla", at_once=True),
         # Its recipes cap episodes at 240 to 520 steps; this is the evaluation of all of them at 512.
         Protocol(
             "rlinf",
@@ -77,6 +84,9 @@ PROTOCOLS = {
             lanczos=False,
             center_crop=False,
             temperature=1.6,
+            views=(0,),
+            layout="rlinf",
+            at_once=True,
         ),
         Protocol(
             "lerobot",

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embodied_rl.build import policy_options
 from embodied_rl.config import PolicyConfig
@@ -59,6 +59,12 @@ class VLA:
     def problems(self) -> Iterator[tuple[str, str]]:
         """Pairs of an option and what is wrong with it, told without reading weights."""
         return _module(self.kind).problems(self.checkpoint, self.settings)
+
+    def written_settings(self) -> dict[str, Any]:
+        """What the checkpoint tells of its use: `kind`, and options; empty for a published one, or a preset."""
+        from policies.openvla.settings import written_settings
+
+        return written_settings(self.checkpoint)
 
     def adapted_modules(self) -> list[str]:
         """Names of the modules that would have an adapter."""

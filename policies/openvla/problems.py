@@ -76,6 +76,6 @@ def shared_checks(
         ("tokenizer", tokenizer),
         ("unnorm_key", lambda: action_statistics(config.norm_stats, settings.unnorm_key)),
         ("checkpoint", weights),
-        ("lora", adapters(adapter=None)),
-        ("adapter", adapters(lora=None)),
+        *([("lora", adapters(adapter=None))] if settings.lora else []),
+        *([("adapter", adapters(lora=None))] if settings.adapter else []),
     ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self, get_args
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 
@@ -12,6 +14,8 @@ from policies.lora import LoRASettings
 from policies.openvla.llama import Attention
 from policies.openvla.prompts import PromptStyle
 from policies.value_head import ValuePosition
+
+_FILE = "policy_settings.json"
 
 Dtype = Literal["float32", "bfloat16"]
 Part = Literal["vision_backbone", "projector", "language_model"]
@@ -41,6 +45,9 @@ class OpenVLASettings:
         adapter: directory of a stored adapter to go on from, instead of `lora`.
         frozen: parts that are not trained.
     """
+
+    KIND: ClassVar[str] = "openvla"
+    LASTING: ClassVar[tuple[str, ...]] = ("epsilon", "gripper", "prompt", "view")  # a model keeps to these for life
 
     unnorm_key: str | None = None
     epsilon: float = 0.0
@@ -93,6 +100,20 @@ class OpenVLASettings:
                 raise ValueError(f"unknown options {unknown} of {kind.__name__}; known: {', '.join(known)}")
         lora = options.get("lora")
         return cls(**{**options, "lora": LoRASettings(**lora) if isinstance(lora, dict) else lora})
+
+    def write(self, directory: Path) -> None:
+        """Tell, beside a checkpoint, how its model is to be used; published checkpoints do not."""
+        lasting = {"kind": self.KIND, **{name: getattr(self, name) for name in self.LASTING}}
+        (directory / _FILE).write_text(json.dumps(lasting, indent=1), encoding="utf-8")
+
+
+def written_settings(directory: str | Path) -> dict[str, Any]:
+    """What a checkpoint tells of its use: `kind`, and options; empty for a published one, or a preset."""
+    path = Path(directory) / _FILE
+    if not path.is_file():
+        return {}
+    written = json.loads(path.read_text(encoding="utf-8"))
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
 
 
 def require(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -43,6 +43,12 @@ def check_side_files(network: nn.Module, names: list[str], directory: Path) -> d
     return states
 
 
+def parts_beside(directory: Path) -> frozenset[str]:
+    """Parts that have files beside the main weights, as far as they tell how the model is used."""
+    parts = ("action_head", "proprio_projector", _BACKBONE)
+    return frozenset(name for name in parts if any(directory.glob(f"{name}--*_checkpoint.pt")))
+
+
 def side_file(directory: Path, name: str) -> Path:
     """The file of a part.
 

@@ -212,6 +212,7 @@ class OpenVLAOFTPolicy(ActionTokenPolicy):
         main, parts = split_state(merged_state_dict(self.network), self.side_modules)
         save_checkpoint(Path(directory), main, self.config, self.processor, beside=self.directory)
         save_side_files(Path(directory), parts)
+        self.settings.write(Path(directory))
 
 
 def make_critic(config: OpenVLAConfig, settings: OpenVLAOFTSettings) -> ValueHead:

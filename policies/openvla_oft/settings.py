@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from policies.action_tokens import OFT_EPSILON, Bounds
 from policies.openvla.settings import OpenVLASettings, require
@@ -29,6 +29,12 @@ class OpenVLAOFTSettings(OpenVLASettings):
         bounds: which statistics became -1 and 1; `extremes` in ALOHA.
         value_of: one value for the chunk, or one for each of its actions.
     """
+
+    KIND: ClassVar[str] = "openvla_oft"
+    LASTING: ClassVar[tuple[str, ...]] = (
+        *OpenVLASettings.LASTING,
+        *("chunk", "layout", "head", "more_views", "proprioception", "film", "bounds"),
+    )
 
     epsilon: float = OFT_EPSILON
     chunk: int = 8

