@@ -10,19 +10,19 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 if TYPE_CHECKING:
-    from embodied_rl.config import Config
+    from embodied_rl.config import Config, Section
     from embodied_rl.faults import Fault
 
 _LIBERO = "On LIBERO's suites"
+_LANGUAGE = "Of language models"
 app = typer.Typer(
-    help="Train robot policies by reinforcement learning in simulators.",
+    help="Train robot policies in simulators, and language models, by reinforcement learning.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -30,9 +30,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script. Other packages add groups of commands: entry points of `embodied_rl.commands`."""
-    for entry in entry_points(group="embodied_rl.commands"):
-        app.add_typer(entry.load(), name=entry.name)
+    """The console script."""
     app()
 
 
@@ -61,11 +59,15 @@ def train(
     """
     with _interruptible():
         from embodied_rl.demonstration_faults import unused_demonstrations
+        from embodied_rl.kinds import kind_of
 
+        command = shlex.join(["embodied-rl", *sys.argv[1:]])
+        if words and _is_recipe(words[0]) and (kind := kind_of(words[0])):
+            raise typer.Exit(kind.train(words, resume, dry_run, command))
         config, run_dir = _prepared(words or [], resume, dry_run, "training", unused_demonstrations)
         from embodied_rl.train import train as start
 
-        raise typer.Exit(start(config, run_dir, resume=resume, command=shlex.join(["embodied-rl", *sys.argv[1:]])))
+        raise typer.Exit(start(config, run_dir, resume=resume, command=command))
 
 
 @app.command()
@@ -97,17 +99,18 @@ def sft(
         from embodied_rl.train import train as start
 
         command = shlex.join(["embodied-rl", *sys.argv[1:]])
-        raise typer.Exit(start(config, run_dir, resume=resume, command=command, kind=FineTuning))
+        raise typer.Exit(start(config, run_dir, resume=resume, command=command, start=FineTuning.start))
 
 
 @app.command("eval")
 def evaluate(
-    policy: Annotated[
-        str | None,
+    words: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="RUN|CHECKPOINT|POLICY",
+            metavar="RUN|CHECKPOINT|POLICY|RECIPE",
             help="A run directory (its best checkpoint is taken) or a checkpoint directory. With --suite: an OpenVLA "
-            "checkpoint directory, a preset such as openvla-tiny, expert or random.",
+            "checkpoint directory, a preset such as openvla-tiny, expert or random. With --benchmark: a recipe or a "
+            "run directory, then keys to override.",
             show_default=False,
         ),
     ] = None,
@@ -152,28 +155,44 @@ def evaluate(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of the result; default: evaluations/POLICY_SUITE_PROTOCOL.",
-            rich_help_panel=_LIBERO,
-            show_default=False,
+            help="Directory of the result of --suite or --benchmark; default: one in evaluations.", show_default=False
         ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the evaluation in that directory.", rich_help_panel=_LIBERO)
     ] = False,
     wandb: Annotated[str, typer.Option(help="auto, online, offline or disabled.", rich_help_panel=_LIBERO)] = "auto",
+    benchmark: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Problems: .jsonl, .parquet or a generated set.", rich_help_panel=_LANGUAGE),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Completions of each problem.", rich_help_panel=_LANGUAGE)] = 1,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Of several samples; a single one is greedy.", rich_help_panel=_LANGUAGE)
+    ] = 1.0,
 ) -> None:
-    """Measure the success rate of a policy: of a run, in its env, or on LIBERO's suites under a published protocol.
+    """Measure the success rate of a policy: of a run, in its env, or on LIBERO's suites under a published protocol; or
+    the accuracy of a language model on a benchmark.
 
     For example: embodied-rl eval openvla-tiny --suite libero_spatial --tasks 0,3 --trials 10
     """
     with _interruptible():
         from embodied_rl.faults import Fault
+        from embodied_rl.kinds import kind_of
         from embodied_rl.preflight import environment_faults
 
-        chosen = policy or named_policy
-        if chosen is None:
-            fault = Fault("policy", None, "no policy was named", "name a run, a checkpoint, expert or random")
+        chosen, *rest = words or [named_policy or ""]
+        if not chosen:
+            fault = Fault("policy", None, "no policy was named", "name a run, a checkpoint, a recipe, expert or random")
             _refuse([fault], "evaluation")
+        kind = None if suite else kind_of(chosen)
+        if kind is not None and benchmark is not None:
+            raise typer.Exit(kind.evaluate([chosen, *rest], benchmark, samples, temperature, out))
+        if kind is not None:
+            _refuse([Fault("--benchmark", None, "a language model is evaluated on one", "name a file")], "evaluation")
+        if benchmark is not None or rest:
+            problem = "only language models are evaluated on a benchmark, and with overrides"
+            _refuse([Fault("policy", chosen, problem, "see `embodied-rl recipes`")], "evaluation")
         if suite is not None:
             from embodied_rl.evaluate_suite import evaluate_from_options
 
@@ -284,10 +303,10 @@ def collect(
         from embodied_rl.demonstrations import DatasetError, DemonstrationWriter
         from embodied_rl.faults import Fault, defaulted_keys
         from embodied_rl.preflight import environment_faults
-        from embodied_rl.recipe import read_recipe
+        from embodied_rl.recipe import EMBODIED
 
         recipe, *overrides = words
-        config, faults = read_recipe(recipe_for(recipe), overrides)
+        config, faults = EMBODIED.read(recipe_for(recipe), overrides)
         faults += environment_faults(config, False, defaulted_keys(faults))
         faults = faults or collect_faults(config, out, resume)
         if faults:
@@ -332,9 +351,12 @@ def doctor() -> None:
 @app.command()
 def recipes() -> None:
     """List the recipes that come with the package."""
-    from embodied_rl.recipe import recipe_names
+    from embodied_rl.kinds import kinds
+    from embodied_rl.recipe import EMBODIED
 
-    names = recipe_names()
+    names = EMBODIED.names()
+    for kind in kinds().values():
+        names |= kind.RECIPES.names()
     width = max(map(len, names))
     for name, summary in names.items():
         typer.echo(f"{name:{width}}  {summary}")
@@ -342,18 +364,28 @@ def recipes() -> None:
 
 @app.command()
 def keys(
-    start: Annotated[str, typer.Argument(metavar="[SECTION]", help="Only keys that start with this.")] = "",
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[math] [SECTION]", help="Those of language models; only keys that start with SECTION."),
+    ] = None,
 ) -> None:
     """List the configuration keys: what each takes, its default, what it means."""
     from rich.console import Console
     from rich.text import Text
 
     from embodied_rl.faults import Fault, any_of, show
+    from embodied_rl.kinds import kinds
+    from embodied_rl.recipe import EMBODIED
     from embodied_rl.schema import all_keys, nearest_keys
 
-    chosen = [key for key in all_keys().values() if key.name.startswith(start)]
+    words = list(words or [])
+    model: type[Section] = EMBODIED.model
+    if words and words[0] in kinds():
+        model = kinds()[words.pop(0)].RECIPES.model
+    start = words[0] if words else ""
+    chosen = [key for key in all_keys(model).values() if key.name.startswith(start)]
     if not chosen:
-        near = nearest_keys(start)
+        near = nearest_keys(start, model)
         _refuse([Fault("key", start, "no such key", f"nearest key: {any_of(near)}" if near else "")], "the list")
     console = Console(soft_wrap=True, highlight=False)
     for key in chosen:
@@ -380,13 +412,13 @@ def _prepared(
     """The configuration and the directory of a run without faults. A dry run ends here."""
     from embodied_rl.faults import defaulted_keys
     from embodied_rl.preflight import preflight
-    from embodied_rl.recipe import DEFAULT_RECIPE, load_recipe, recipe_name, run_directory
+    from embodied_rl.recipe import DEFAULT_RECIPE, EMBODIED, load_recipe, recipe_name
     from embodied_rl.runs import choose_run_dir
 
     words = list(words)
     recipe = words.pop(0) if words and _is_recipe(words[0]) else DEFAULT_RECIPE
     config, faults = load_recipe(recipe, words)
-    given_run = run_directory(recipe)
+    given_run = EMBODIED.run_directory(recipe)
     resumed = str(given_run) if resume and given_run else resume
     run_dir, run_faults = choose_run_dir(config, recipe_name(recipe), resumed)
     faults += run_faults

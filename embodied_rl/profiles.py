@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from embodied_rl.config import Config
+from embodied_rl.config import Section
 from scheduler.placement import local_device_count
 from scheduler.profile import Profile, ProfileError
 
 logger = logging.getLogger(__name__)
 
 # What the cost of a stage depends on. How envs are cut and where workers are is what a plan decides.
-COSTLY = ("env", "policy", "algorithm", "deterministic", "inference_block")
+COSTLY = ("env", "policy", "algorithm", "deterministic", "inference_block", "model", "sampling")
 
 
 def profiles_file() -> Path:
@@ -37,15 +37,18 @@ def machine_name() -> str:
     return f"{platform.node()} with {count} {kind}"
 
 
-def recipe_key(config: Config) -> str:
+def recipe_key(config: Section) -> str:
     """The same for configurations whose stages cost the same."""
     content = config.model_dump(mode="json")
-    costly = {key: content[key] for key in COSTLY} | {"steps": config.rollout.steps}
+    costly = {key: content[key] for key in COSTLY if key in content}
+    if "rollout" in content:
+        costly["steps"] = content["rollout"]["steps"]
     digest = hashlib.sha256(json.dumps(costly, sort_keys=True).encode()).hexdigest()[:12]
-    return f"{config.env.id} {config.algorithm.name} {digest}"
+    subject = content["env"]["id"] if "env" in content else content["model"]["path"]
+    return f"{subject} {content['algorithm']['name']} {digest}"
 
 
-def load_profile(config: Config, file: Path | None = None, machine: str | None = None) -> Profile:
+def load_profile(config: Section, file: Path | None = None, machine: str | None = None) -> Profile:
     """What is known of a recipe on a machine (default: this one). Raises ProfileError if that is nothing."""
     file, machine = file or profiles_file(), machine or machine_name()
     if not file.exists():
@@ -53,7 +56,7 @@ def load_profile(config: Config, file: Path | None = None, machine: str | None =
     return Profile.load(file, machine, recipe_key(config))
 
 
-def known_profile(config: Config) -> Profile:
+def known_profile(config: Section) -> Profile:
     """What is known of a recipe on this machine, which may be nothing."""
     try:
         return load_profile(config)

@@ -1,6 +1,7 @@
-"""Every configuration key with the values it takes, in the user's words, drawn from the model in `config.py`.
+"""Every configuration key with the values it takes, in the user's words, drawn from the model of a kind of run.
 
-For messages and for `embodied-rl keys`. Reading values lives in `recipe.py`.
+That is the one in `config.py` unless another is given. For messages and for `embodied-rl keys`; reading values lives in
+`recipe.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from embodied_rl.config import Config
+from embodied_rl.config import Config, Section
 
 TYPE_WORDS = {"integer": "an integer", "number": "a number", "string": "a text", "boolean": "true or false"}
 
@@ -27,9 +28,9 @@ class Key:
 
 
 @cache
-def all_keys() -> dict[str, Key]:
+def all_keys(model: type[Section] = Config) -> dict[str, Key]:
     """Every key by its dotted name, in the order of the model."""
-    schema = Config.model_json_schema()
+    schema = model.model_json_schema()
     found: dict[str, Key] = {}
 
     def collect(properties: dict[str, Any], defaults: dict[str, Any], prefix: str) -> None:
@@ -41,22 +42,22 @@ def all_keys() -> dict[str, Key]:
             key = prefix + name
             found[key] = Key(key, expectation(spec), defaults[name], spec.get("description", ""), spec)
 
-    collect(schema["properties"], Config().model_dump(mode="json"), "")
+    collect(schema["properties"], model().model_dump(mode="json"), "")
     return found
 
 
 @cache
-def sections() -> frozenset[str]:
+def sections(model: type[Section] = Config) -> frozenset[str]:
     """Names of the groups of keys."""
-    return frozenset(name.rsplit(".", 1)[0] for name in all_keys() if "." in name)
+    return frozenset(name.rsplit(".", 1)[0] for name in all_keys(model) if "." in name)
 
 
-def flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(data: dict[str, Any], model: type[Section] = Config, prefix: str = "") -> dict[str, Any]:
     """A dumped configuration as dotted key -> value."""
     found: dict[str, Any] = {}
     for name, value in data.items():
         key = f"{prefix}{name}"
-        found |= flat(value, f"{key}.") if key in sections() else {key: value}
+        found |= flat(value, model, f"{key}.") if key in sections(model) else {key: value}
     return found
 
 
@@ -74,7 +75,9 @@ def expectation(spec: dict[str, Any]) -> str:
     if kind == "array":
         return f"a list, each {expectation(spec['items'])}"
     if kind == "object":
-        return f"a mapping such as {{3: 0.0}}, each value {expectation(spec['additionalProperties'])}"
+        example = spec.get("default") or {3: 0.0}
+        key, value = next(iter(example.items()))
+        return f"a mapping such as {{{key}: {value}}}, each value {expectation(spec['additionalProperties'])}"
     bounds = [
         f"{sign} {spec[name]:.15g}"
         for name, sign in (
@@ -89,11 +92,11 @@ def expectation(spec: dict[str, Any]) -> str:
     return f"{words} {' and '.join(bounds)}" if bounds else words
 
 
-def nearest_keys(name: str) -> list[str]:
+def nearest_keys(name: str, model: type[Section] = Config) -> list[str]:
     """Up to two existing keys that an unknown one may have meant; those of other sections count too."""
     section, _, leaf = name.rpartition(".")
     scores = {}
-    for key in all_keys():
+    for key in all_keys(model):
         key_section, _, key_leaf = key.rpartition(".")
         alike = difflib.SequenceMatcher(None, leaf.lower(), key_leaf).ratio()
         whole = difflib.SequenceMatcher(None, section.lower(), key_section).ratio() if section else 0.5

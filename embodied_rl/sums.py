@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ class Sums:
         """Add a micro-batch's share of the running minibatch's mean."""
         part = part.detach().double()
         self._parts[name] = self._parts[name] + part if name in self._parts else part
+
+    def divide(self, counts: Mapping[str, Tensor]) -> None:
+        """Divide the parts that were added as mere sums, because their global counts were not known yet."""
+        for name, count in counts.items():
+            if name in self._parts:
+                self._parts[name] = self._parts[name] / count
 
     def add(self, name: str, value: float) -> None:
         """Add a value; the mean over the update's values is reported."""

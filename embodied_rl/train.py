@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,22 +37,23 @@ from embodied_rl.tracking import Tracker
 from envs.base import EnvError
 from scheduler.cluster import Cluster
 from scheduler.execute import Replan
+from scheduler.profile import Profile
 from scheduler.trace import Event, busy_seconds, write_chrome_trace
 
 logger = logging.getLogger(__name__)
 TRACE_EVENTS = 20_000  # newest events kept for the timeline
 
 
-def train(config: Config, run_dir: Path, resume: bool, command: str, kind: type[Training] | None = None) -> int:
+def train(config: Any, run_dir: Path, resume: bool, command: str, start: Start | None = None) -> int:
     """Run a whole training; returns the exit code.
 
     Args:
         run_dir: created here; holds everything the run leaves.
         resume: go on from the newest sound checkpoint in `run_dir`.
         command: what the user typed, for the report and the advice to resume.
-        kind: how is learned; default: by reinforcement.
+        start: makes the training, which starts its workers; default: reinforcement of a robot policy.
     """
-    kind = kind or Training
+    start = start or Training.start
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = _lock(run_dir)
     if lock is None:
@@ -94,7 +96,7 @@ def train(config: Config, run_dir: Path, resume: bool, command: str, kind: type[
         ) as cluster:
             interrupt_on_termination()
             profile = known_profile(config)
-            training = kind(config, run_dir, tracker, kind.team_class(config, cluster, profile=profile))
+            training = start(config, run_dir, tracker, cluster, profile)
             try:
                 if checkpoint:
                     training.load(checkpoint)
@@ -115,19 +117,29 @@ class Training:
     team_class: ClassVar[type[Team]] = Team
 
     def __init__(self, config: Config, run_dir: Path, tracker: Tracker, team: Team) -> None:
-        self.config, self.run_dir, self.tracker, self.team = config, run_dir.absolute(), tracker, team
+        self._begin(config, run_dir, tracker, team)
         if not team.spec.has_success:
             _refuse_success_settings(config)
-        self.iteration = 0
         self.env_steps = 0
         self.episodes = 0
+        self.replaced = 0
+
+    def _begin(self, config: Any, run_dir: Path, tracker: Tracker, team: Any) -> None:
+        self.config, self.run_dir, self.tracker, self.team = config, run_dir.absolute(), tracker, team
+        self.iteration = 0
         self.reached = False
         self.best: tuple[float, int] | None = None  # the best score of an evaluation, and its iteration
-        self.replaced = 0
         self.earlier_s = 0.0
         self.started = time.monotonic()
         self.events: deque[Event] = deque(maxlen=TRACE_EVENTS)
         self.results: list[str] = []
+        self.videos: list[Path] = []
+        self.checkpoint: Path | None = None
+
+    @classmethod
+    def start(cls, config: Any, run_dir: Path, tracker: Tracker, cluster: Cluster, profile: Profile) -> Training:
+        """Start the workers of a training."""
+        return cls(config, run_dir, tracker, cls.team_class(config, cluster, profile=profile))
 
     # ------------------------------------------------------------------------------------------ the run
 
@@ -170,13 +182,11 @@ class Training:
     def _learn(self) -> dict[str, float]:
         """One iteration: a rollout and the update from it."""
         start = time.monotonic()
-        changes = len(self.team.schedule.changes)
         done = self.team.iterate(self.iteration, self.config.train.iterations - self.iteration)
         end = time.monotonic()
         report = done.rollout
         self.iteration += 1
-        for change in self.team.schedule.changes[changes:]:
-            self._take_note(change)
+        self._take_notes()
         self.events.append(Event("driver", f"iteration {self.iteration}", "mark", start, end))
         self.env_steps += report.env_steps
         self.episodes += len(report.episodes)
@@ -186,6 +196,10 @@ class Training:
             **done.schedule,
             **self._performance(report, done.policy_calls, start, end),
         }
+
+    def _take_notes(self) -> None:
+        while self.team.schedule.changes:
+            self._take_note(self.team.schedule.changes.pop(0))
 
     def _take_note(self, change: Replan) -> None:
         """A new plan: said, written beside the run's other files, and marked in the timeline."""
@@ -201,7 +215,7 @@ class Training:
         self.events.append(Event("driver", "new plan", "mark", now, now, {"plan": str(plan), "why": change.reason}))
 
     def _rollout_metrics(self, report: RolloutReport) -> dict[str, float]:
-        metrics = evaluation_metrics(report.episodes, self.team.spec.has_success, "rollout")
+        metrics = evaluation_metrics(report.episodes, self.team.spec.has_success, "rollout", bool(self.config.env.mix))
         metrics |= {"env_steps": self.env_steps, "rollout/episodes": len(report.episodes)}
         metrics |= {
             "env/replaced_processes": report.replaced_processes,
@@ -241,7 +255,7 @@ class Training:
             return {}
         settings = self.config.evaluation
         episodes = self.team.evaluate(settings.episodes, VALIDATION_SEED, settings.deterministic)
-        metrics = evaluation_metrics(episodes, self.team.spec.has_success)
+        metrics = evaluation_metrics(episodes, self.team.spec.has_success, by_env=bool(self.config.env.mix))
         aim = self.config.train.stop_at_success
         self.reached = aim is not None and metrics.get("eval/success_once", 0.0) >= aim
         key = "eval/success_once" if self.team.spec.has_success else "eval/return"
@@ -336,6 +350,9 @@ class Training:
     def write_trace(self) -> None:
         """Write the timeline of the newest iterations."""
         write_chrome_trace(self.events, self.run_dir / "trace.json")
+
+
+Start = Callable[[Any, Path, Tracker, Cluster, Profile], Training]
 
 
 def _refuse_success_settings(config: Config) -> None:

@@ -20,30 +20,45 @@ from embodied_rl.workers.actor import ActorWorker
 from reasoning.config import MathConfig
 from reasoning.data import Problem
 from reasoning.models import LanguageModel, encode, load_tokenizer
-from reasoning.packing import Row, Sample, cut, token_logprobs
+from reasoning.packing import Row, Sample, cut, token_scores
 from reasoning.samples import Group
 from reasoning.workers import use_cores
 from scheduler.stage import Output
 
+# Metrics by what they are a mean over; see `LanguageActor._local_denominators`.
+MEAN_OVER = {
+    "losses/policy": "policy",
+    "losses/approx_kl": "elements",
+    "losses/clip_fraction": "elements",
+    "sampling/importance_weight": "elements",
+    "losses/entropy": "tokens",
+    "losses/kl": "tokens",
+    "losses/value": "tokens",
+    "losses/value_clip_fraction": "tokens",
+    "sampling/logprob_gap_mean": "tokens",
+}
+
 
 @dataclass
 class _Batch:
-    """Completions to learn from: S of at most L tokens. Log-probs hold 0 beyond a completion's end."""
+    """Completions to learn from: S of at most L tokens. Numbers of tokens are 0 beyond a completion's end."""
 
     samples: list[Sample]
-    advantage: Tensor  # [S]
+    advantage: Tensor  # [S], or [S, L] with a critic
     sampler: Tensor  # [S, L] log-probs when they were drawn
     old: Tensor | None  # [S, L] log-probs before the update; None: those of the first forward pass are
     reference: Tensor | None  # [S, L]
+    value: Tensor | None = None  # [S, L] before the update
+    returns: Tensor | None = None  # [S, L]
 
     def rows(self, index: Tensor | list[int], length: int | None = None) -> _Batch:
         index = torch.as_tensor(index, dtype=torch.long, device="cpu")
 
         def take(x: Tensor | None) -> Any:
-            return None if x is None else x[index, :length]
+            return x if x is None else x[index] if x.ndim == 1 else x[index, :length]
 
-        chosen = [self.samples[number] for number in index.tolist()]
-        return _Batch(chosen, self.advantage[index], take(self.sampler), take(self.old), take(self.reference))
+        own = {name: take(value) for name, value in self.__dict__.items() if name != "samples"}
+        return _Batch([self.samples[number] for number in index.tolist()], **own)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -58,18 +73,24 @@ class LanguageActor(ActorWorker):
     def __init__(self, config: MathConfig) -> None:
         self.config, self.device = config, use_cores(self)
         self.generator = torch.Generator().manual_seed(config.seed * 1009 + self.rank)
-        self.policy = LanguageModel(config.model, trains=True, seed=config.seed).to(self.device)
+        has_critic = config.algorithm.name == "ppo"
+        self.policy = LanguageModel(config.model, trains=True, seed=config.seed, has_critic=has_critic).to(self.device)
         self.optimizer = self._new_optimizer(config.algorithm.lr)
-        self.reference: LanguageModel | None = None
+        self.reference_model: LanguageModel | None = None
         if config.algorithm.kl_coef and not self.policy.has_adapters:
-            self.reference = copy.deepcopy(self.policy).requires_grad_(False)
+            self.reference_model = copy.deepcopy(self.policy).requires_grad_(False)
+        self.warms_up = False
+        self.waiting: list[Group] = []  # of this iteration, until enough of them can be learned from
+        self.accumulated: tuple[Sums, dict[str, Tensor]] | None = None
         if self.world_size > 1:
             self._join_peers()
 
     def _new_optimizer(self, lr: float) -> torch.optim.Optimizer:
-        parameters = [p for p in self.policy.parameters() if p.requires_grad]
-        group = {"params": parameters, "lr": lr, "base_lr": lr}
-        return torch.optim.AdamW([group], betas=(0.9, 0.95), weight_decay=self.config.algorithm.weight_decay)
+        critic = [] if self.policy.critic is None else list(self.policy.critic.parameters())
+        rates = {lr: [p for p in self.policy.network.parameters() if p.requires_grad]}
+        rates.setdefault(self.config.algorithm.value_lr, []).extend(critic)
+        groups = [{"params": parameters, "lr": rate, "base_lr": rate} for rate, parameters in rates.items()]
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=self.config.algorithm.weight_decay)
 
     # ------------------------------------------------------------------------------------------ warm start
 
@@ -89,15 +110,14 @@ class LanguageActor(ActorWorker):
             self.optimizer.zero_grad()
             loss = torch.zeros(())
             for rows in cut(samples, self.config.algorithm.token_budget):
-                logprob, _, _ = token_logprobs(self.policy, samples, rows, 1.0)
-                part = -logprob.sum() / count
+                part = -token_scores(self.policy, samples, rows, 1.0).logprob.sum() / count
                 part.backward()
                 loss = loss + part.detach().cpu()
             self._reduce_and_clip_gradients()
             self.optimizer.step()
         self.optimizer = self._new_optimizer(self.config.algorithm.lr)
-        if self.reference is not None:
-            self.reference.load_learned_state(self.policy.learned_state())
+        if self.reference_model is not None:
+            self.reference_model.load_learned_state(self.policy.learned_state())
         return float(self._total(loss))
 
     # ------------------------------------------------------------------------------------------ stages
@@ -106,38 +126,78 @@ class LanguageActor(ActorWorker):
         """The same groups with the log-probs of the model before learning."""
         frozen = self.policy.network.disable_adapter() if self.policy.has_adapters else nullcontext()
         with frozen:
-            found = self._logprobs(self.reference or self.policy, _samples(groups))
+            found, _ = self._score(self.reference_model or self.policy, _samples(groups))
         completions = [completion for group in groups for completion in group.completions]
         for completion, logprobs in zip(completions, found, strict=True):
             completion.reference = logprobs[: len(completion.ids)].tolist()
         return groups
 
-    def update(self, groups: list[Group]) -> Output:  # type: ignore[override]
-        """Learn from this rank's share of an iteration's groups.
+    def accumulate(self, groups: list[Group]) -> list[Group]:
+        """Gradients of some groups, not yet divided by the counts of the whole batch. Talks to no other rank."""
+        if self.accumulated is None:
+            self.optimizer.zero_grad()
+            self.accumulated = Sums(), {}
+            self.accumulated[0].begin_minibatch()
+        sums, counts = self.accumulated
+        batch, kept = self._judge(groups)
+        batch = batch.rows(kept.nonzero()[:, 0])
+        for name, count in self._local_denominators(batch).items():
+            counts[name] = counts.get(name, torch.zeros(())) + count
+        self._backward(batch, dict.fromkeys(counts, torch.ones((), device=self.device)), sums)
+        return groups
 
-        Gives the new parameters (rank 0 does); reports the metrics, the same on every rank, and a group to show.
+    def update(self, groups: list[Group], is_last: bool = True) -> Output:  # type: ignore[override]
+        """Learn from this rank's share of an iteration's groups; those that were accumulated only need the step.
+
+        Gives the new parameters (rank 0 does). Reports the metrics, the same on every rank, and a group to show; or, if
+        others are to be sampled in place of groups of equal rewards (`is_last` False), how many are missing.
         """
-        sums = Sums()
-        batch = self._prepare(groups, sums)
+        if stale := [group.version for group in groups if self.iteration - group.version > self.config.sampling.ahead]:
+            raise RuntimeError(f"iteration {self.iteration} was given completions of version {min(stale)}")
+        self.waiting += groups
+        if not is_last:
+            useful = sum(not _is_flat(group) for group in self.waiting)
+            missing = self.config.sampling.prompts - int(self._total(torch.tensor(useful)))
+            if missing > 0:
+                return Output([], {"missing": missing})
+        groups, self.waiting = self.waiting, []
+        sums, counts = self.accumulated or (Sums(), {})
+        self.accumulated = None
         self._set_learning_rate(self.iteration)
         sums.add("losses/learning_rate", self.optimizer.param_groups[0]["lr"])
-        count = int(self._total(torch.tensor(len(batch))))
-        sums.add("losses/samples", count)
-        sums.add("grpo/empty_iteration", float(count == 0))
-        if count:
-            self._optimise(batch, sums)  # type: ignore[arg-type]
-        report = {"metrics": sums.means(self._total), "shown": groups[:1]}
+        self._describe(groups, sums)
+        batch = self._learnable(groups, sums)
+        samples = int(self._total(torch.tensor(len(batch))))
+        sums.add("losses/samples", samples)
+        sums.add("grpo/empty_iteration", float(samples == 0))
+        if samples and self.config.algorithm.elastic:
+            self._step_accumulated(sums, counts)
+        elif samples:
+            self._learn_from(batch, sums)
+        report = {"metrics": sums.means(self._total), "shown": groups[:1], "missing": 0}
         return Output(self.weights([]) if self.rank == 0 else [], report)
 
     # ------------------------------------------------------------------------------------------ the batch
 
-    def _prepare(self, groups: list[Group], sums: Sums) -> _Batch:  # type: ignore[override]
+    def _learnable(self, groups: list[Group], sums: Sums) -> _Batch:
         """Advantages, and only the completions that count."""
+        batch, kept = self._judge(groups)
+        if self.config.algorithm.group_advantage == "reinforce_baseline":  # over the batch of all ranks
+            batch.advantage = self._normalise(batch.advantage, kept)
+        if batch.value is not None and batch.returns is not None:
+            mask = _mask(batch.samples) & kept[:, None]
+            batch.advantage = self._normalise(batch.advantage, mask)
+            variance = self._explained_variance(batch.value, batch.returns, mask)
+            sums.add("losses/explained_variance", variance)
+        self._mean(sums, "grpo/kept_fraction", kept.float())
+        return batch.rows(kept.nonzero()[:, 0])
+
+    def _judge(self, groups: list[Group]) -> tuple[_Batch, Tensor]:
+        """Advantages as far as a group decides them, and which completions [S] count."""
         algorithm, samples = self.config.algorithm, _samples(groups)
         completions = [completion for group in groups for completion in group.completions]
-        self._describe(groups, sums)
         group_id = torch.tensor([sample.group for sample in samples], dtype=torch.long)
-        valid = torch.tensor([c.reward is not None for c in completions], dtype=torch.bool)
+        kept = torch.tensor([c.reward is not None for c in completions], dtype=torch.bool)
         score = torch.tensor([c.reward or 0.0 for c in completions], dtype=torch.float64)
         batch = _Batch(
             samples,
@@ -147,22 +207,36 @@ class LanguageActor(ActorWorker):
             _padded([c.reference for c in completions if c.reference]) if algorithm.kl_coef else None,
         )
         penalised = bool(algorithm.kl_coef) and algorithm.kl_in == "reward"
-        if penalised or algorithm.epochs * algorithm.minibatches > 1:
-            batch.old = _padded([row.tolist() for row in self._logprobs(self.policy, samples)])
-        kept = valid
+        if penalised or algorithm.name == "ppo" or algorithm.epochs * algorithm.minibatches > 1:
+            logprobs, values = self._score(self.policy, samples)
+            batch.old = _padded([row.tolist() for row in logprobs])
+            batch.value = _padded([row.tolist() for row in values]) if values else None
+        valid = kept
         if algorithm.drop_flat_groups:  # judged by the rewards themselves, without the penalty below
             kept = rl.group_advantages(score, group_id, "dr_grpo", valid=valid) != 0
             kept = torch.isin(group_id, group_id[kept]) & valid
+        mask = _mask(samples)
+        penalty = torch.zeros(mask.shape)
         if penalised and batch.old is not None and batch.reference is not None:
-            mask = torch.arange(batch.old.shape[1]) < torch.tensor([len(s.completion) for s in samples])[:, None]
-            score = score - algorithm.kl_coef * rl.kl_penalty(batch.old, batch.reference, algorithm.kl, mask).sum(1)
-        whitens = algorithm.group_advantage == "reinforce_baseline"  # over the batch of all ranks
-        kind = "dr_grpo" if whitens else algorithm.group_advantage or "grpo"
-        batch.advantage = rl.group_advantages(score, group_id, kind, valid=valid)
-        if whitens:
-            batch.advantage = self._normalise(batch.advantage, valid)
-        self._mean(sums, "grpo/kept_fraction", kept.float())
-        return batch.rows(kept.nonzero()[:, 0])
+            penalty = algorithm.kl_coef * rl.kl_penalty(batch.old, batch.reference, algorithm.kl, mask)
+        if batch.value is not None:
+            batch.advantage, batch.returns = self._token_advantages(score.float(), penalty, batch.value, mask)
+            return batch, kept
+        kind = algorithm.group_advantage or "grpo"
+        kind = "dr_grpo" if kind == "reinforce_baseline" else kind
+        batch.advantage = rl.group_advantages(score - penalty.sum(1), group_id, kind, valid=valid)
+        return batch, kept
+
+    def _token_advantages(self, score: Tensor, penalty: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages and returns of tokens [S, L]: the reward comes with the last one, penalties with each."""
+        is_last = mask & ~torch.nn.functional.pad(mask, (0, 1))[:, 1:]
+        reward = torch.where(is_last, score[:, None], 0.0) - penalty
+        following = torch.nn.functional.pad(value, (0, 1))[:, 1:]
+        never, algorithm = torch.zeros_like(is_last.T), self.config.algorithm
+        advantage, returns = rl.gae(
+            reward.T, value.T, following.T, is_last.T, never, algorithm.gamma, algorithm.lam, mask.T
+        )
+        return advantage.T, returns.T
 
     def _describe(self, groups: list[Group], sums: Sums) -> None:
         """Metrics of what was sampled, over all ranks."""
@@ -175,8 +249,7 @@ class LanguageActor(ActorWorker):
         for name in self.config.reward.functions:
             known = [c.rewards[name] for c in completions if c.rewards[name] is not None]
             self._mean(sums, f"reward/{name}", torch.tensor(known))
-        flat = [len({c.reward for c in g.completions if c.reward is not None}) < 2 for g in groups]
-        self._mean(sums, "grpo/zero_std_fraction", torch.tensor(flat, dtype=torch.float32))
+        self._mean(sums, "grpo/zero_std_fraction", torch.tensor([float(_is_flat(group)) for group in groups]))
         stale = [float(self.iteration - group.version) for group in groups]
         self._mean(sums, "sampling/staleness", torch.tensor(stale))
         sums.add("completions/tokens", float(self._total(lengths.sum())))
@@ -188,55 +261,86 @@ class LanguageActor(ActorWorker):
             sums.add(name, float(total / count))
 
     @torch.no_grad()
-    def _logprobs(self, model: LanguageModel, samples: list[Sample]) -> list[Tensor]:
-        """Log-probs of each sample's completion, on the CPU, in the order of the samples."""
+    def _score(self, model: LanguageModel, samples: list[Sample]) -> tuple[list[Tensor], list[Tensor]]:
+        """Log-probs of each sample's completion, on the CPU, in the order of the samples; and values, with a critic."""
         found: dict[int, Tensor] = {}
+        values: dict[int, Tensor] = {}
         for rows in cut(samples, self.config.algorithm.token_budget):
-            logprob, _, _ = token_logprobs(model, samples, rows, self.config.sampling.temperature)
+            scores = token_scores(model, samples, rows, self.config.sampling.temperature)
             for place, number in enumerate(number for row in rows for number in row.numbers):
-                found[number] = logprob[place, : len(samples[number].completion)].cpu()
-        return [found[number] for number in range(len(samples))]
+                length = len(samples[number].completion)
+                found[number] = scores.logprob[place, :length].cpu()
+                if scores.value is not None:
+                    values[number] = scores.value[place, :length].cpu()
+        return [found[number] for number in range(len(samples))], [values[number] for number in sorted(values)]
 
     # ------------------------------------------------------------------------------------------ one step
 
-    def _step(self, minibatch: _Batch, sums: Sums) -> bool:  # type: ignore[override]
+    def _learn_from(self, batch: _Batch, sums: Sums) -> None:
+        algorithm = self.config.algorithm
+        for _ in range(algorithm.epochs):
+            for index in torch.randperm(len(batch), generator=self.generator).tensor_split(algorithm.minibatches):
+                self._one_step(batch.rows(index), sums)
+
+    def _one_step(self, minibatch: _Batch, sums: Sums) -> None:
         """One optimiser step."""
-        totals = self._normalisers(minibatch)
+        totals = self._denominators(minibatch)
         sums.begin_minibatch()
         self.optimizer.zero_grad()
-        for rows in cut(minibatch.samples, self.config.algorithm.token_budget):
-            self._loss(minibatch, totals, sums, rows).backward()
+        self._backward(minibatch, totals, sums)
         sums.add("losses/grad_norm", float(self._reduce_and_clip_gradients()))
         self.optimizer.step()
-        return True
 
-    def _normalisers(self, minibatch: _Batch) -> dict[str, Tensor]:  # type: ignore[override]
+    def _step_accumulated(self, sums: Sums, counts: dict[str, Tensor]) -> None:
+        """The optimiser step of an iteration whose gradients were accumulated."""
+        none = self._local_denominators(_Batch([], torch.zeros(0), torch.zeros(0, 1), None, None))
+        totals = {name: self._total(counts.get(name, zero)) for name, zero in none.items()}
+        if not counts:  # this rank was given no group
+            self.optimizer.zero_grad()
+            sums.begin_minibatch()
+        for parameter in self.policy.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= totals["policy"]
+        sums.divide({name: totals[count] for name, count in MEAN_OVER.items()})
+        sums.add("losses/grad_norm", float(self._reduce_and_clip_gradients()))
+        self.optimizer.step()
+
+    def _backward(self, minibatch: _Batch, totals: dict[str, Tensor], sums: Sums) -> None:
+        for rows in cut(minibatch.samples, self.config.algorithm.token_budget):
+            self._share_of_loss(minibatch, totals, sums, rows).backward()
+
+    def _denominators(self, minibatch: _Batch) -> dict[str, Tensor]:
         """Global denominators: of the policy terms at the level of the ratio, and of terms for each token."""
+        return {name: self._total(count) for name, count in self._local_denominators(minibatch).items()}
+
+    def _local_denominators(self, minibatch: _Batch) -> dict[str, Tensor]:
+        """This rank's shares of them."""
         algorithm, longest = self.config.algorithm, self.config.sampling.max_new_tokens
-        lengths = torch.tensor([len(sample.completion) for sample in minibatch.samples])
-        mask = torch.arange(int(lengths.max()) if len(lengths) else 1) < lengths[:, None]
-        mode = algorithm.aggregation or "token-mean"
-        tokens = self._total(lengths.sum().float().to(self.device))
+        mask, mode = _mask(minibatch.samples), algorithm.aggregation or "token-mean"
+        tokens, sequences = mask.sum().float(), torch.tensor(float(len(mask)))
         is_by_token = algorithm.ratio_level == "token"
-        by_token = self._total(rl.normaliser(mask, mode, longest).to(self.device))
-        by_sequence = self._total(rl.normaliser(mask.any(1), mode, 1).to(self.device))
-        return {
-            "policy": by_token if is_by_token else by_sequence,
-            "elements": tokens if is_by_token else self._total(torch.tensor(float(len(lengths)), device=self.device)),
+        by_token = rl.normaliser(mask, mode, longest)
+        counts = {
+            "policy": by_token if is_by_token else rl.normaliser(mask.any(1), mode, 1),
+            "elements": tokens if is_by_token else sequences,
             "kl": by_token,
             "tokens": tokens,
         }
+        return {name: count.to(self.device) for name, count in counts.items()}
 
-    def _loss(  # type: ignore[override]
-        self, minibatch: _Batch, totals: dict[str, Tensor], sums: Sums, rows: list[Row]
-    ) -> Tensor:
+    def _share_of_loss(self, minibatch: _Batch, totals: dict[str, Tensor], sums: Sums, rows: list[Row]) -> Tensor:
         """The rows' share of the global loss."""
         algorithm = self.config.algorithm
         mode, level = algorithm.aggregation or "token-mean", algorithm.ratio_level or "token"
-        logprob, entropy, mask = token_logprobs(self.policy, minibatch.samples, rows, self.config.sampling.temperature)
+        scores = token_scores(self.policy, minibatch.samples, rows, self.config.sampling.temperature)
+        logprob, mask = scores.logprob, scores.mask
         micro = minibatch.rows([number for row in rows for number in row.numbers], logprob.shape[1])
         sampler, advantage = micro.sampler.to(self.device), micro.advantage.to(self.device)
         old = logprob.detach() if micro.old is None else micro.old.to(self.device)
+
+        def note(name: str, x: Tensor) -> None:
+            sums.add_part(name, x.sum() / totals[MEAN_OVER[name]])
+
         ratio, valid = rl.log_ratio(logprob[..., None], old[..., None], mask, level)
         ratio, valid = (x.squeeze(-1) if level == "token" else x for x in (ratio, valid))
         clip_low, clip_high = algorithm.clip_low or 0.2, algorithm.clip_high or 0.2
@@ -250,19 +354,24 @@ class LanguageActor(ActorWorker):
             gap = gap.squeeze(-1) if level == "token" else gap
             weight = rl.importance_weight(gap, torch.zeros_like(gap), algorithm.importance_cap, valid)
             per_element = per_element * weight
-            sums.add_part("sampling/importance_weight", weight.sum() / totals["elements"])
+            note("sampling/importance_weight", weight)
         loss = policy_part = rl.reduce(per_element, valid, mode, totals["policy"])
         if micro.reference is not None:
             kl = rl.kl_penalty(logprob, micro.reference.to(self.device), algorithm.kl, mask)
-            sums.add_part("losses/kl", kl.sum() / totals["tokens"])
+            note("losses/kl", kl)
             if algorithm.kl_in == "loss":
                 loss = loss + algorithm.kl_coef * rl.reduce(kl, mask, mode, totals["kl"])
-        difference = (logprob.detach() - sampler).abs()
-        sums.add_part("sampling/logprob_gap_mean", torch.where(mask, difference, 0.0).sum() / totals["tokens"])
+        if scores.value is not None and micro.value is not None and micro.returns is not None:
+            before, returns = micro.value.to(self.device), micro.returns.to(self.device)
+            error, clipped = rl.value_loss(scores.value, before, returns, algorithm.value_clip, "mse", mask=mask)
+            loss = loss + algorithm.value_coef * error.sum() / totals["tokens"]
+            note("losses/value", error)
+            note("losses/value_clip_fraction", clipped.float())
+        note("sampling/logprob_gap_mean", torch.where(mask, (logprob.detach() - sampler).abs(), 0.0))
         sums.add_part("losses/policy", policy_part)
-        sums.add_part("losses/entropy", entropy.sum() / totals["tokens"])
-        sums.add_part("losses/approx_kl", policy.approx_kl.sum() / totals["elements"])
-        sums.add_part("losses/clip_fraction", policy.clipped.float().sum() / totals["elements"])
+        note("losses/entropy", scores.entropy)
+        note("losses/approx_kl", policy.approx_kl)
+        note("losses/clip_fraction", policy.clipped.float())
         return loss
 
     # ------------------------------------------------------------------------------------------ state
@@ -280,19 +389,30 @@ class LanguageActor(ActorWorker):
             "policy": self.policy.learned_state(),
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
-            "reference": self.reference.learned_state() if self.reference else None,
+            "reference": self.reference_model.learned_state() if self.reference_model else None,
         }
 
     def restore(self, states: list[Any]) -> None:
         self.policy.load_learned_state(states[0]["policy"])
         self.optimizer.load_state_dict(states[0]["optimizer"])
         self.generator.set_state(states[self.rank % len(states)]["generator"])
-        if self.reference is not None:
-            self.reference.load_learned_state(states[0]["reference"])
+        if self.reference_model is not None:
+            self.reference_model.load_learned_state(states[0]["reference"])
 
 
 def _samples(groups: list[Group]) -> list[Sample]:
     return [Sample(group.prompt.number, group.prompt_ids, c.ids) for group in groups for c in group.completions]
+
+
+def _is_flat(group: Group) -> bool:
+    """Whether all its rewards are equal, so that it teaches nothing."""
+    return len({c.reward for c in group.completions if c.reward is not None}) < 2
+
+
+def _mask(samples: list[Sample]) -> Tensor:
+    """Bool [S, L]: where completions have tokens."""
+    lengths = torch.tensor([len(sample.completion) for sample in samples], dtype=torch.long)
+    return torch.arange(int(lengths.max()) if len(lengths) else 1) < lengths[:, None]
 
 
 def _padded(rows: list[list[float]]) -> Tensor:

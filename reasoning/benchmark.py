@@ -1,4 +1,4 @@
-"""`embodied-rl math eval`: a model's accuracy on a benchmark, and what it wrote on every problem."""
+"""`embodied-rl eval`: a model's accuracy on a benchmark, and what it wrote on every problem."""
 
 from __future__ import annotations
 

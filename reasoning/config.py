@@ -12,6 +12,7 @@ from pydantic import Field
 
 from embodied_rl.config import (
     ClusterConfig,
+    Fraction,
     NonNegative,
     Positive,
     RunName,
@@ -55,6 +56,12 @@ class SamplingConfig(Section):
     temperature: AboveZero = 1.0
     max_new_tokens: Positive = 16
     max_rows: Positive = Field(default=128, description="completions that a sampler works on at once")
+    engine: Literal["transformers", "vllm"] = Field(default="transformers", description="vllm: on GPUs, if installed")
+    ahead: Annotated[int, Field(ge=0, le=1)] = Field(
+        default=0,
+        description="1: the next iteration's completions are sampled while this one's are learned from, so that their "
+        "model is one update old (asynchronous); algorithm.importance_cap corrects for it",
+    )
 
 
 class RewardConfig(Section):
@@ -72,15 +79,18 @@ class RewardConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Names set the defaults of `reasoning.algorithms.PRESETS`; each key can be overridden."""
+    """The name sets the defaults of keys that are null (`PRESETS` below); each can be overridden."""
 
-    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "gspo", "cispo"] = "grpo"
+    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "gspo", "cispo", "ppo"] = "grpo"
     lr: AboveZero = 1e-6
     lr_schedule: Literal["constant", "linear"] = "constant"
     weight_decay: NonNegative = 0.0
     epochs: Positive = Field(default=1, description="passes over each iteration's samples")
     minibatches: Positive = Field(default=1, description="optimiser steps in each pass")
     token_budget: Positive = Field(default=4096, description="padded tokens in one forward pass")
+    elastic: bool = Field(
+        default=False, description="learn from finished groups while others are being sampled; one update an iteration"
+    )
     group_advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"] | None = None
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum-constant"] | None = None
     ratio_level: Literal["token", "sequence"] | None = None
@@ -91,6 +101,9 @@ class AlgorithmConfig(Section):
     drop_flat_groups: bool | None = Field(
         default=None, description="dynamic sampling: groups of equal rewards are left out"
     )
+    refill: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="rounds at most in which other problems are sampled in place of groups left out"
+    )
     kl: Literal["k1", "k2", "k3"] = Field(default="k3", description="estimator of the divergence from the reference")
     kl_coef: NonNegative = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
@@ -98,6 +111,11 @@ class AlgorithmConfig(Section):
         default=2.0, description="truncated importance weight of sampler against trainer; null: none"
     )
     max_grad_norm: AboveZero = 1.0
+    gamma: Fraction = Field(default=1.0, description="ppo: discount per token")
+    lam: Fraction = Field(default=0.95, description="ppo: lambda of the advantages")
+    value_lr: AboveZero = Field(default=1e-5, description="ppo: of the critic")
+    value_coef: NonNegative = Field(default=0.1, description="ppo: weight of the critic's loss")
+    value_clip: AboveZero | None = Field(default=0.2, description="ppo: how far a value may move in an update")
 
 
 class TrainConfig(Section):
@@ -137,7 +155,7 @@ class MathConfig(Section):
 
 PRESETS: dict[str, dict[str, object]] = {
     # GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), RLOO (2402.14740), REINFORCE++ with baseline
-    # (2501.03262), GSPO (2507.18071, its clip range), CISPO (2506.13585).
+    # (2501.03262), GSPO (2507.18071, its clip range), CISPO (2506.13585), PPO with a critic (1707.06347).
     "grpo": {"group_advantage": "grpo", "aggregation": "sequence-mean"},
     "dr_grpo": {"group_advantage": "dr_grpo", "aggregation": "sequence-sum-constant"},
     "dapo": {"group_advantage": "grpo", "aggregation": "token-mean", "clip_high": 0.28, "drop_flat_groups": True},
@@ -151,6 +169,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "clip_high": 4e-4,
     },
     "cispo": {"group_advantage": "grpo", "aggregation": "token-mean", "loss": "cispo", "clip_low": 1.0},
+    "ppo": {"aggregation": "token-mean"},
 }
 COMMON: dict[str, object] = {
     "ratio_level": "token",

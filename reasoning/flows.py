@@ -1,10 +1,12 @@
 """The macro flows of reasoning: who works on whose output. Where and when is planned; see `scheduler.plan`.
 
-training      sampler.generate -> judge.score -> (actor.refer) -> actor.update -> sampler.load_weights
+training      sampler.generate -> judge.score -> (actor.refer) -> (actor.accumulate) -> actor.update
+              -> sampler.load_weights
 evaluation    sampler.generate -> judge.score
 weights       `embodied_rl.flows.weights_flow`, where there is no update before
 
-An item is a prompt, then the group of its completions. Groups are judged while others are still being sampled.
+An item is a prompt, then the group of its completions. Groups are judged, and with `algorithm.elastic` learned from,
+while others are still being sampled. With `sampling.ahead` the actor learns from the groups of the iteration before.
 Arguments `sampler`, `judge` and `actor` are worker groups, or `PlannedGroup`s to plan without workers.
 """
 
@@ -19,11 +21,14 @@ from scheduler.flow import Flow
 def training_flow(config: MathConfig, sampler: Any, judge: Any, actor: Any) -> Flow:
     """One iteration; the sampler takes its prompts at once and fills its batch with them by itself."""
     flow = Flow(config.algorithm.name)
-    prompts = flow.source("prompts")
-    samples = flow.stage(sampler.generate, prompts, granularity=config.sampling.prompts)
+    samples = flow.stage(sampler.generate, flow.source("prompts"), granularity=config.sampling.prompts)
     scored = flow.stage(judge.score, samples)
+    if config.sampling.ahead:
+        scored = flow.source("groups")
     if config.algorithm.kl_coef:
         scored = flow.stage(actor.refer, scored)
+    if config.algorithm.elastic:
+        scored = flow.stage(actor.accumulate, scored)
     weights = flow.stage(actor.update, scored, gather=True)
     flow.stage(sampler.load_weights, weights, gather=True, broadcast=True)
     return flow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,10 @@ class LanguageModel(nn.Module):
     Args:
         trains: parameters that are learned are float32; all others have the configuration's dtype.
         seed: of random weights.
+        has_critic: with a head that values the text so far, which says 0 at first.
     """
 
-    def __init__(self, config: ModelConfig, trains: bool, seed: int) -> None:
+    def __init__(self, config: ModelConfig, trains: bool, seed: int, has_critic: bool = False) -> None:
         super().__init__()
         low = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.network: Any = _load_network(config, torch.float32 if trains and config.lora_rank is None else low, seed)
@@ -65,22 +67,31 @@ class LanguageModel(nn.Module):
         self.has_adapters = config.lora_rank is not None
         if config.lora_rank is not None:
             self.network = _with_adapters(self.network, config.lora_rank, config.lora_alpha, trains)
+        self.critic = _critic(self.network.config.hidden_size, seed) if has_critic else None
         self.train(trains)
         ends = self.network.generation_config.eos_token_id
         self.stop_ids = {ends} if isinstance(ends, int) else set(ends or ())
 
     def learned_state(self) -> dict[str, Tensor]:
         """The parameters that learning changes."""
-        return {name: p.detach() for name, p in self.network.named_parameters() if not self._is_frozen(name)}
+        return {name: p.detach() for name, p in self._named().items() if not self._is_frozen(name)}
 
-    def load_learned_state(self, state: dict[str, Tensor]) -> None:
-        own = dict(self.network.named_parameters())
+    def load_learned_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take such parameters; those of a critic only where there is one."""
+        own = self._named()
         with torch.no_grad():
             for name, value in state.items():
-                own[name].copy_(value)
+                if self.critic is not None or not name.startswith("critic."):
+                    own[name].copy_(value)
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        own = dict(self.network.named_parameters())
+        if self.critic is not None:
+            own |= {f"critic.{name}": p for name, p in self.critic.named_parameters()}
+        return own
 
     def _is_frozen(self, name: str) -> bool:
-        return self.has_adapters and "lora_" not in name
+        return self.has_adapters and "lora_" not in name and not name.startswith("critic.")
 
 
 def encode(tokenizer: Any, problem: Problem) -> list[int]:
@@ -92,6 +103,14 @@ def encode(tokenizer: Any, problem: Problem) -> list[int]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _critic(width: int, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1, bias=False))
+    nn.init.zeros_(head[2].weight)  # type: ignore[arg-type]
+    return head
 
 
 def _load_network(config: ModelConfig, dtype: torch.dtype, seed: int) -> Any:

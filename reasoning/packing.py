@@ -66,15 +66,23 @@ def _rows(sequences: Sequence[Sample]) -> Iterator[Row]:
             yield Row(row, prompt + length)
 
 
-def token_logprobs(
-    model: LanguageModel, sequences: Sequence[Sample], rows: Sequence[Row], temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs and entropies of the completions' tokens at a temperature, differentiable.
+@dataclass(frozen=True)
+class Scores:
+    """What a model makes of completions, each `[S, L]`: S sequences in the order of the rows, L the longest completion.
 
-    Returns:
-        `(logprob, entropy, mask)`, each `[S, L]`: S sequences in the order of the rows, L the longest completion;
-        the mask is bool; both others are float32, 0 where it is False.
+    Attributes:
+        mask: bool; all others are float32, 0 where it is False.
+        value: what the critic expects before each token; None without one.
     """
+
+    logprob: Tensor
+    entropy: Tensor
+    mask: Tensor
+    value: Tensor | None
+
+
+def token_scores(model: LanguageModel, sequences: Sequence[Sample], rows: Sequence[Row], temperature: float) -> Scores:
+    """Log-probs and entropies of the completions' tokens at a temperature, and values, differentiable."""
     network, device = model.network, next(model.parameters()).device
     width = max(row.length for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -101,17 +109,19 @@ def token_logprobs(
         hidden = _body(network)(
             input_ids=ids.to(device), attention_mask=seen, position_ids=positions.to(device), use_cache=False
         ).last_hidden_state
-        logits = network.get_output_embeddings()(hidden[table[:, 2], table[:, 3]])
+        predicting = hidden[table[:, 2], table[:, 3]]
+        logits = network.get_output_embeddings()(predicting)
     distribution = torch.log_softmax(logits.float() / temperature, -1)
     found = distribution.gather(1, table[:, 4:5])[:, 0]
     spread = -(distribution.detach().exp() * distribution.detach()).sum(-1)
     where, shape = (table[:, 0], table[:, 1]), (count, int(table[:, 1].max()) + 1)
-    logprob = torch.zeros(shape, device=device).index_put(where, found)
-    entropy = torch.zeros(shape, device=device).index_put(where, spread)
-    mask = torch.zeros(shape, dtype=torch.bool, device=device).index_put(
-        where, torch.ones_like(found, dtype=torch.bool)
-    )
-    return logprob, entropy, mask
+
+    def laid_out(x: Tensor) -> Tensor:
+        return torch.zeros(shape, dtype=x.dtype, device=device).index_put(where, x)
+
+    value = None if model.critic is None else laid_out(model.critic(predicting.float())[:, 0])
+    mask = laid_out(torch.ones_like(found, dtype=torch.bool))
+    return Scores(laid_out(found), laid_out(spread), mask, value)
 
 
 def _visible(segments: Tensor) -> Tensor:

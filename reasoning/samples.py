@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from reasoning.data import Problem
 
@@ -54,3 +55,11 @@ class Group:
     prompt_ids: list[int]
     completions: list[Completion]
     version: int = 0
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> Group:
+        """What `dataclasses.asdict` made of it."""
+        prompt, completions = content["prompt"], content["completions"]
+        problem = Problem(**prompt["problem"])
+        whole = {"prompt": Prompt(problem, prompt["number"]), "completions": [Completion(**c) for c in completions]}
+        return cls(**{**content, **whole})

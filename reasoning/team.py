@@ -3,78 +3,109 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from embodied_rl.flows import weights_flow
+from embodied_rl.team import Team
 from reasoning.actor import LanguageActor
 from reasoning.config import MathConfig
 from reasoning.data import Problem
 from reasoning.evaluate import Judged
 from reasoning.flows import evaluation_flow, training_flow
-from reasoning.samples import Prompt, Sampling
+from reasoning.samples import Group, Prompt, Sampling
 from reasoning.workers import Judge, Sampler
 from scheduler.cluster import Cluster
 from scheduler.execute import Schedule
 from scheduler.executor import Executor, Iteration
 from scheduler.placement import parse_placement
 from scheduler.profile import Profile
-from scheduler.trace import Event
-from scheduler.worker import WorkerGroup
+from scheduler.worker import Worker, WorkerGroup
 
-GROUPS: dict[str, Any] = {"sampler": Sampler, "judge": Judge, "actor": LanguageActor}
 EVERYWHERE = "sampler, judge, actor: all"
 EVALUATION = 1 << 40  # numbers of prompts from here on are those of evaluations
 
 
-class MathTeam:
+class MathTeam(Team):
     """Started worker groups. Every call raises WorkerFailed or WorkerDied with the first cause.
 
     Args:
         groups: which to start; an evaluation needs no actor.
+        profile: what earlier runs have measured; this one adds to it.
     """
 
-    def __init__(self, config: MathConfig, cluster: Cluster, groups: Sequence[str] = tuple(GROUPS)) -> None:
+    classes: ClassVar[dict[str, type[Worker]]] = {"sampler": Sampler, "judge": Judge, "actor": LanguageActor}
+    config: MathConfig  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        config: MathConfig,
+        cluster: Cluster,
+        groups: Sequence[str] = tuple(classes),
+        profile: Profile | None = None,
+    ) -> None:
         self.config, self.timeout_s = config, config.cluster.timeout_s
         text = EVERYWHERE if config.placement == "auto" else config.placement
-        placement = parse_placement(text, len(cluster.devices), list(GROUPS), cluster.kind)
-        launched = {name: cluster.launch(name, GROUPS[name], placement[name], config) for name in groups}
+        placement = parse_placement(text, len(cluster.devices), list(self.classes), cluster.kind)
+        launched = {name: cluster.launch(name, self.classes[name], placement[name], config) for name in groups}
         cluster.await_start(list(launched.values()))
         self.groups: dict[str, WorkerGroup] = {name: group for name, (group, _) in launched.items()}
         self.sampler, self.judge = self.groups["sampler"], self.groups["judge"]
-        self.schedule: Schedule | None = None
         if "actor" in self.groups:
             self.actor = self.groups["actor"]
             self._weights = Executor(weights_flow(self.sampler, self.actor), 1)
             flow = training_flow(config, self.sampler, self.judge, self.actor)
             self._training = Executor(flow, config.sampling.prompts)
-            if config.placement == "auto":
-                self.schedule = Schedule(self._training, Profile())
+            self.schedule = Schedule(self._training, profile or Profile())
 
     # ------------------------------------------------------------------------------------------ the flows
 
-    def sync_weights(self, iteration: int) -> None:
+    def sync_weights(self, iteration: int = 0) -> None:
         """Bring the actor's parameters, which have learned for `iteration` iterations, to the samplers."""
         self._weights.number = iteration - 1
         self._weights.iterate({"request": [None]})
 
-    def iterate(self, iteration: int, prompts: list[Prompt], left: int) -> Iteration:
-        """One iteration of training, of which `left` will be run."""
-        sampling = self.config.sampling
-        settings = Sampling(sampling.group_size, sampling.temperature, sampling.max_new_tokens)
-        sources, arguments = {"prompts": prompts}, {"sampler.generate": (settings,)}
-        self._training.number = iteration
-        if self.schedule is not None:
-            return self.schedule.iterate(sources, arguments, left)[0]
-        return self._training.iterate(sources, arguments)
+    def iterate(  # type: ignore[override]
+        self,
+        iteration: int,
+        prompts: list[Prompt],
+        left: int,
+        groups: list[Group] | None = None,
+        is_last: bool = True,
+    ) -> tuple[Iteration, dict[str, float]]:
+        """One iteration of training, of which `left` will be run; and what the schedule says of it.
 
-    def evaluate(self, problems: Sequence[Problem], samples: int, temperature: float) -> list[Judged]:
+        Args:
+            prompts: to be sampled now.
+            groups: to learn from, where they were sampled in the iteration before (`sampling.ahead`).
+            is_last: learn from what there is; else `actor.update` may ask for more, and nothing is learned yet.
+        """
+        sources: dict[str, Sequence[Any]] = {"prompts": prompts} | ({} if groups is None else {"groups": groups})
+        arguments = {"sampler.generate": (self._sampling,), "actor.update": (is_last,)}
+        self._training.number = iteration
+        if self.config.placement == "auto":
+            return self.schedule.iterate(sources, arguments, left)
+        return self._training.iterate(sources, arguments), {}
+
+    def sample(self, prompts: Sequence[Prompt], settings: Sampling | None = None) -> list[Group]:
+        """Groups of the samplers' model on prompts, judged; nothing is learned."""
+        executor = Executor(evaluation_flow(len(prompts), self.sampler, self.judge), len(prompts))
+        done = executor.iterate({"prompts": prompts}, {"sampler.generate": (settings or self._sampling,)})
+        return done.outputs["judge.score"]
+
+    @property
+    def _sampling(self) -> Sampling:
+        sampling = self.config.sampling
+        return Sampling(sampling.group_size, sampling.temperature, sampling.max_new_tokens)
+
+    def evaluate(  # type: ignore[override]
+        self, problems: Sequence[Problem], samples: int, temperature: float
+    ) -> list[Judged]:
         """Completions of the samplers' model on problems, judged; temperature 0 takes the likeliest tokens."""
         prompts = [Prompt(problem, EVALUATION + number) for number, problem in enumerate(problems)]
-        executor = Executor(evaluation_flow(len(prompts), self.sampler, self.judge), len(prompts))
         settings = Sampling(samples, temperature, self.config.sampling.max_new_tokens)
-        done = executor.iterate({"prompts": prompts}, {"sampler.generate": (settings,)})
-        return [Judged.of(group) for group in done.outputs["judge.score"]]
+        return [Judged.of(group) for group in self.sample(prompts, settings)]
 
     def warm_start(self, batches: list[list[Problem]]) -> float:
         """Supervised steps on reference answers; returns the last loss."""
@@ -82,30 +113,22 @@ class MathTeam:
 
     # ------------------------------------------------------------------------------------------ state and trace
 
-    def save(self, run_dir: Path, step: int, state: dict[str, Any]) -> Path:
-        """Write a checkpoint and return its path."""
-        return self.actor.save(run_dir, step, state, []).result(self.timeout_s)[0]
+    def save(  # type: ignore[override]
+        self, run_dir: Path, step: int, state: dict[str, Any], groups: list[Group]
+    ) -> Path:
+        """Write a checkpoint, with groups that are still to be learned from, and return its path."""
+        return self.actor.save(run_dir, step, state, [asdict(group) for group in groups]).result(self.timeout_s)[0]
 
-    def load(self, checkpoint: Path) -> dict[str, Any]:
-        """Go on from a checkpoint; returns the driver's state stored in it."""
-        return self.actor.load(checkpoint).result(self.timeout_s)[0][0]
+    def load(self, checkpoint: Path) -> tuple[dict[str, Any], list[Group]]:  # type: ignore[override]
+        """Go on from a checkpoint; returns the driver's state and the groups stored in it."""
+        state, groups = self.actor.load(checkpoint).result(self.timeout_s)[0]
+        return state, [Group.of(group) for group in groups]
 
-    def export(self, directory: Path) -> None:
-        """Write the model in the Hugging Face format."""
-        self.actor.export(directory).wait(self.timeout_s)
+    def process_ids(self) -> dict[str, int]:
+        """The process of every worker, by name."""
+        return {group.worker_name(r): at.pid for group in self.groups.values() for r, at in enumerate(group.locations)}
 
     def verdicts(self) -> dict[str, int]:
         """Verdicts so far, over all judges."""
         ranks = self.judge.verdicts().result(self.timeout_s)
         return {key: sum(rank[key] for rank in ranks) for key in ranks[0]}
-
-    def drain_trace(self) -> list[Event]:
-        """The workers' timelines since the last call."""
-        return [
-            event for g in self.groups.values() for rank in g.drain_trace().result(self.timeout_s) for event in rank
-        ]
-
-    def close(self) -> None:
-        """Let workers end their child processes."""
-        for group in self.groups.values():
-            group.shutdown().wait(self.timeout_s)

@@ -1,4 +1,7 @@
-"""The reasoning training run: sample, judge, learn, evaluate on held-out problems, save; then the report."""
+"""The reasoning training run: sample, judge, learn, evaluate on held-out problems, save; then the report.
+
+Directory, lock, checkpoints and tracking are those of `embodied_rl.train`.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,15 @@ import json
 import logging
 import sys
 import time
-from collections import deque
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
-from embodied_rl.checkpoint import latest_checkpoint
-from embodied_rl.console import interrupt_on_termination, reported
+from embodied_rl import train as runs
 from embodied_rl.progress import duration
-from embodied_rl.report import write_report
 from embodied_rl.report_completions import COMPLETIONS_FILE
 from embodied_rl.tracking import Tracker
 from reasoning import evaluate
@@ -27,61 +27,33 @@ from reasoning.models import ModelError, encode, load_tokenizer
 from reasoning.samples import Group, Prompt
 from reasoning.team import MathTeam
 from scheduler.cluster import Cluster
-from scheduler.trace import Event, write_chrome_trace
+from scheduler.executor import Iteration
+from scheduler.profile import Profile
+from scheduler.trace import Event
 
 logger = logging.getLogger(__name__)
-TRACE_EVENTS = 20_000
 SHOWN = {"reward/mean": "reward", "completions/mean_length": "length", "losses/entropy": "entropy"}
 
 
 def train(config: MathConfig, run_dir: Path, resume: bool, command: str) -> int:
-    """Run a whole training; returns the exit code.
-
-    Args:
-        run_dir: created here; holds everything that the run leaves.
-        resume: go on from the newest sound checkpoint in `run_dir`.
-        command: what the user typed, for the advice to resume.
-    """
+    """Run a whole training as `embodied_rl.train.train` does; returns the exit code."""
     try:
         problems = problems_of(config)
     except (DataError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2
-    run_dir.mkdir(parents=True, exist_ok=True)
-    checkpoint = None
-    if resume:
-        checkpoint, warnings = latest_checkpoint(run_dir)
-        for warning in warnings:
-            print(f"warning: {warning}")
-    content = config.model_dump(mode="json")
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    log_file = run_dir / "log.txt"
-    logging.basicConfig(filename=log_file, level=logging.INFO, format="%(asctime)s driver %(message)s", force=True)
-    step = int(checkpoint.name.removeprefix("step_")) if checkpoint else 0
-    tracking = config.tracking
-    tracker = Tracker(
-        run_dir,
-        content,
-        project=tracking.project,
-        name=run_dir.name,
-        wandb_mode=tracking.wandb,
-        tensorboard=tracking.tensorboard,
-        resume_step=step if resume else None,
-    )
-    print(f"run {run_dir}" + (f", resumed after iteration {step}" if checkpoint else ""), flush=True)
-    there = config.cluster
-    with tracker, reported(command if "--resume" in command else f"{command} --resume"):
-        with Cluster(there.address, there.cpu_slots, there.timeout_s, str(log_file.absolute())) as cluster:
-            interrupt_on_termination()
-            training = MathTraining(config, run_dir, tracker, MathTeam(config, cluster), *problems)
-            try:
-                training.run(checkpoint)
-            finally:
-                training.write_trace()
-        print(f"report      {write_report(run_dir)}")
-        return 0
-    print(f"the run ended early; what there is: {write_report(run_dir)}", file=sys.stderr)
-    return 1
+    return runs.train(config, run_dir, resume, command, partial(_start, problems))
+
+
+def _start(
+    problems: tuple[Loaded, Loaded],
+    config: MathConfig,
+    run_dir: Path,
+    tracker: Tracker,
+    cluster: Cluster,
+    profile: Profile,
+) -> MathTraining:
+    return MathTraining(config, run_dir, tracker, MathTeam(config, cluster, profile=profile), *problems)
 
 
 def problems_of(config: MathConfig) -> tuple[Loaded, Loaded]:
@@ -94,28 +66,29 @@ def problems_of(config: MathConfig) -> tuple[Loaded, Loaded]:
     return train, test
 
 
-class MathTraining:
+class MathTraining(runs.Training):
     """The state of a running training."""
+
+    team_class: ClassVar = MathTeam
+    team: MathTeam
 
     def __init__(
         self, config: MathConfig, run_dir: Path, tracker: Tracker, team: MathTeam, train: Loaded, test: Loaded
     ) -> None:
-        self.config, self.run_dir, self.tracker, self.team = config, run_dir.absolute(), tracker, team
+        self._begin(config, run_dir, tracker, team)
         for name, loaded in (("training", train), ("held-out", test)):
             left_out = f"; left out: {loaded.long} too long, {loaded.bad} bad lines" if loaded.long + loaded.bad else ""
             print(f"{len(loaded.problems)} {name} problems{left_out}", flush=True)
         self.train_problems, self.test_problems = train.problems, test.problems[: config.evaluation.problems]
         self.order = Order(len(self.train_problems), config.seed)
-        self.iteration, self.tokens = 0, 0
+        self.tokens = 0
+        self.ahead: list[Group] = []  # sampled, and still to be learned from
         self.first_accuracy: float | None = None
-        self.earlier_s, self.started = 0.0, time.monotonic()
-        self.events: deque[Event] = deque(maxlen=TRACE_EVENTS)
 
-    def run(self, checkpoint: Path | None) -> None:
-        """Train from a checkpoint or the beginning to the end of the budget, and evaluate."""
-        if checkpoint:
-            self._load(checkpoint)
-        elif self.config.train.warm_start:
+    def run(self) -> None:
+        """Train to the end of the budget, and evaluate."""
+        self._write_processes()
+        if self.first_accuracy is None and self.config.train.warm_start:
             self._warm_start()
         self.team.sync_weights(self.iteration)
         if self.first_accuracy is None:
@@ -123,9 +96,11 @@ class MathTraining:
             self.first_accuracy = metrics["eval/pass@1"]
             self.tracker.log(0, metrics)
         while self.iteration < self.config.train.iterations:
-            self._iterate()
-        judged = self.team.evaluate(self.test_problems, 1, 0.0)
-        self._conclude(judged)
+            metrics = self._iterate()
+            shown = "  ".join(f"{label} {metrics[key]:.3g}" for key, label in SHOWN.items() if key in metrics)
+            seconds = metrics["time/iteration_s"]
+            print(f"iteration {self.iteration}/{self.config.train.iterations}  {shown}  {seconds:.1f} s", flush=True)
+        self._evaluate_finally()
         self.team.export(self.run_dir / "pretrained")
         self.team.close()
 
@@ -141,36 +116,56 @@ class MathTraining:
         first = order.cursor
         return [Prompt(self.train_problems[index], first + place) for place, (_, index) in enumerate(order.take(count))]
 
-    def _iterate(self) -> None:
-        start, total = time.monotonic(), self.config.train.iterations
-        prompts = self._take(self.order, self.config.sampling.prompts)
-        done = self.team.iterate(self.iteration, prompts, total - self.iteration)
+    def _learn(self) -> dict[str, float]:
+        """One iteration: completions, and the update from them or, with `sampling.ahead`, from those before."""
+        start, total, config = time.monotonic(), self.config.train.iterations, self.config
+        take = partial(self._take, self.order)
+        if config.sampling.ahead:
+            groups = self.ahead or self.team.sample(take(config.sampling.prompts))
+            prompts = take(config.sampling.prompts) if self.iteration + 1 < total else []
+            done, schedule = self.team.iterate(self.iteration, prompts, total - self.iteration, groups)
+            self.ahead = done.outputs.get("judge.score", [])
+        else:
+            done, schedule = self._rounds(take(config.sampling.prompts), total - self.iteration)
         end = time.monotonic()
         self.iteration += 1
+        self._take_notes()
         report = done.reports["actor.update"][0]
         metrics: dict[str, float] = dict(report["metrics"])
+        self.shown = report["shown"]
         self.tokens += int(metrics["completions/tokens"])
         self.events += [Event("driver", f"iteration {self.iteration}", "mark", start, end), *self.team.drain_trace()]
-        metrics |= {
+        return {
+            **metrics,
+            **schedule,
             "data/epoch": self.order.cursor / self.order.size,
             "data/tokens": self.tokens,
             "time/iteration_s": end - start,
             "time/wall_s": self.earlier_s + end - self.started,
             "perf/tokens_per_s": metrics["completions/tokens"] / (end - start),
             "perf/train_samples_per_s": metrics["losses/samples"] / (end - start),
+            **{f"verifier/{name}": count for name, count in self.team.verdicts().items()},
         }
-        metrics |= {f"verifier/{name}": count for name, count in self.team.verdicts().items()}
-        every = self.config.evaluation.every
-        if every and self.iteration % every == 0:
-            metrics |= self._evaluate()
-            self._show(report["shown"])
-        self.tracker.log(self.iteration, metrics)
-        shown = "  ".join(f"{label} {metrics[key]:.3g}" for key, label in SHOWN.items() if key in metrics)
-        print(f"iteration {self.iteration}/{total}  {shown}  {end - start:.1f} s", flush=True)
-        if self.iteration == total or self.iteration % self.config.train.checkpoint_every == 0:
-            self._save()
+
+    def _rounds(self, prompts: list[Prompt], left: int) -> tuple[Iteration, dict[str, float]]:
+        """An iteration, in which groups of equal rewards are replaced by those of other problems if that is wanted."""
+        for number in range(self.config.algorithm.refill + 1):
+            is_last = number == self.config.algorithm.refill
+            done, schedule = self.team.iterate(self.iteration, prompts, left, is_last=is_last)
+            missing = done.reports["actor.update"][0]["missing"]
+            if not missing:
+                break
+            prompts = self._take(self.order, max(missing, len(self.team.actor)))
+        return done, {**schedule, "sampling/rounds": number + 1.0}
 
     # ------------------------------------------------------------------------------------------ evaluation
+
+    def _evaluate_if_due(self) -> dict[str, float]:
+        every = self.config.evaluation.every
+        if not every or self.iteration % every:
+            return {}
+        self._show(self.shown)
+        return self._evaluate()
 
     def _evaluate(self) -> dict[str, float]:
         """Greedy accuracy on the held-out problems, and what some completions look like."""
@@ -204,17 +199,22 @@ class MathTraining:
             for row in rows:
                 file.write(json.dumps({"table": title, **dict(zip(columns, row, strict=True))}) + "\n")
 
-    def _conclude(self, judged: list[evaluate.Judged]) -> None:
+    def _evaluate_finally(self) -> None:
+        judged = self.team.evaluate(self.test_problems, 1, 0.0)
         found = evaluate.accuracy(judged)["pass@1"]
         evaluate.write(judged, self.run_dir / "problems.jsonl")
         episodes = [{"id": p.id, "answer": p.answers[0], "success_once": p.verdicts[0] is True} for p in judged]
         content = {"success_once": found.value, "n": len(judged), "episodes": episodes}
         (self.run_dir / "evaluation.json").write_text(json.dumps(content, indent=1))
         self.tracker.summary({"final/pass@1": found.value, "final/first_pass@1": self.first_accuracy})
-        seconds = self.earlier_s + time.monotonic() - self.started
-        print(f"\ntrained {self.iteration} iterations, {self.tokens:,} sampled tokens, {duration(seconds)}")
-        print(f"held-out accuracy {self.first_accuracy:.1%} before, {found} after, {len(judged)} problems, greedy")
-        print(f"model       {self.run_dir / 'pretrained'}")
+        title = f"held-out, iteration {self.iteration}"
+        self._show_table(title, *evaluate.table(judged, self.config.evaluation.completions))
+        seconds = duration(self.earlier_s + time.monotonic() - self.started)
+        self.results = [
+            f"trained {self.iteration} iterations, {self.tokens:,} sampled tokens, {seconds}",
+            f"held-out accuracy {self.first_accuracy:.1%} before, {found} after, {len(judged)} problems, greedy",
+            f"model       {self.run_dir / 'pretrained'}",
+        ]
 
     # ------------------------------------------------------------------------------------------ checkpoints
 
@@ -226,13 +226,11 @@ class MathTraining:
             "first_accuracy": self.first_accuracy,
             "wall_s": self.earlier_s + time.monotonic() - self.started,
         }
-        logger.info("saved %s", self.team.save(self.run_dir, self.iteration, state))
+        self.checkpoint = self.team.save(self.run_dir, self.iteration, state, self.ahead)
+        logger.info("saved %s", self.checkpoint)
 
-    def _load(self, checkpoint: Path) -> None:
-        state = self.team.load(checkpoint.absolute())
+    def load(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint exactly where it was written."""
+        state, self.ahead = self.team.load(checkpoint.absolute())
         self.iteration, self.order.cursor, self.tokens = state["iteration"], state["cursor"], state["tokens"]
-        self.first_accuracy, self.earlier_s = state["first_accuracy"], state["wall_s"]
-
-    def write_trace(self) -> None:
-        """Write the timeline of the newest iterations."""
-        write_chrome_trace(self.events, self.run_dir / "trace.json")
+        self.first_accuracy, self.earlier_s, self.checkpoint = state["first_accuracy"], state["wall_s"], checkpoint

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from reasoning.config import MathConfig
-from reasoning.generate import Generator, Request
-from reasoning.models import LanguageModel, encode, load_tokenizer
+from reasoning.engine import make_engine
+from reasoning.generate import Request
+from reasoning.models import encode, load_tokenizer
 from reasoning.rewards import Rewarder
 from reasoning.samples import Group, Prompt, Sampling
 from scheduler.worker import Worker
@@ -29,11 +30,9 @@ class Sampler(Worker):
     """Holds a copy of the model that learns, and samples from it."""
 
     def __init__(self, config: MathConfig) -> None:
-        self.config, self.device = config, use_cores(self)
+        self.config, device = config, use_cores(self)
         self.tokenizer = load_tokenizer(config.model.path)
-        self.model = LanguageModel(config.model, trains=False, seed=config.seed).to(self.device)
-        stop_ids = self.model.stop_ids | {self.tokenizer.eos_token_id}
-        self.generator = Generator(self.model.network, stop_ids, config.sampling.max_rows)
+        self.engine = make_engine(config, self.tokenizer.eos_token_id, device)
         self.version = 0
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[tuple[int, Group]]:
@@ -45,7 +44,7 @@ class Sampler(Worker):
             )
             for prompt in prompts
         ]
-        for position, completions in self.generator.generate(requests, sampling):
+        for position, completions in self.engine.generate(requests, sampling):
             for completion in completions:
                 ids = completion.ids[:-1] if completion.finished else completion.ids
                 completion.text = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -53,21 +52,20 @@ class Sampler(Worker):
 
     def load_weights(self, weights: list[dict[str, Tensor]]) -> None:
         """Take the parameters that the actor has learned in this iteration."""
-        self.model.load_learned_state(weights[0])
+        self.engine.load(weights[0])
         self.version = self.iteration + 1
 
     def offload(self) -> None:
-        self.model.to("cpu")
-        torch.cuda.empty_cache()
+        self.engine.offload()
 
     def onload(self) -> None:
-        self.model.to(self.device)
+        self.engine.onload()
 
     def state(self) -> Any:
-        return {"weights": self.model.learned_state(), "version": self.version}
+        return {"weights": self.engine.weights(), "version": self.version}
 
     def restore(self, states: list[Any]) -> None:
-        self.model.load_learned_state(states[0]["weights"])
+        self.engine.load(states[0]["weights"])
         self.version = states[0]["version"]
 
 

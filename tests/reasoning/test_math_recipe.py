@@ -1,51 +1,65 @@
-"""Recipes, faults and the dry run of `embodied-rl math`."""
+"""Recipes, faults and dry runs of language models."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+import yaml
 
-from reasoning.cli import app
-from reasoning.config import PRESETS
-from reasoning.recipe import keys, load_recipe, recipe_names
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_is_valid_and_shows_its_memory_in_a_dry_run(name: str) -> None:
-    result = CliRunner().invoke(app, ["train", name, "--dry-run"])
-    assert result.exit_code == 0, result.output
-    assert "sampler, keys and values" in result.output and "would write to runs/" in result.output
+from embodied_rl.kinds import kind_of, kinds
+from embodied_rl.schema import all_keys
+from reasoning import cli
+from reasoning.config import PRESETS, MathConfig
+from reasoning.recipe import RECIPES, load_recipe
 
 
-def test_the_memory_of_qwen_7b_with_adapters_is_that_of_its_parameters() -> None:
-    output = CliRunner().invoke(app, ["train", "qwen2.5_7b_math", "--dry-run"]).output
-    assert "the published shape of Qwen2.5-7B" in output
-    assert "7,615,283,200 parameters x 2 bytes" in output  # 7.616 B published, without its biases and norms
+def dry_run(*words: str) -> int:
+    return cli.train(list(words), resume=False, dry_run=True, command="")
+
+
+@pytest.mark.parametrize("name", RECIPES.names())
+def test_every_recipe_is_valid_and_has_memory_and_plans_in_a_dry_run(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(name) == 0
+    output = capsys.readouterr().out
+    assert "sampler, keys and values" in output and "would write to runs/" in output
+    if name.startswith(("qwen", "olmoe")):
+        plans = [line.split(" GPUs ") for line in output.splitlines() if " GPUs  " in line]
+        assert [int(count) for count, _ in plans] == [8, 16, 32, 64]
+        assert all("s an iteration" in plan for _, plan in plans)
+
+
+def test_the_memory_of_published_shapes_is_that_of_their_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    dry_run("qwen2.5_7b_math")
+    assert "7,615,283,200 parameters x 2 bytes" in capsys.readouterr().out  # 7.616 B published, with biases and norms
+    dry_run("olmoe_1b_7b_math")
+    assert "6,919,028,736 parameters x 2 bytes" in capsys.readouterr().out  # 6.92 B published
 
 
 @pytest.mark.parametrize(
     ("override", "told"),
     [
         ("sampling.group=4", "sampling.group_size"),
-        ("sampling.group_size=1", "greater than or equal to 2"),
-        ("algorithm.name=grop", "'grpo'"),
+        ("sampling.group_size=1", "an integer >= 2"),
+        ("algorithm.name=grop", "nearest valid: grpo"),
         ("data.train=arithmetic:9", "arithmetic:"),
         ("placement=actor: 0", "no devices given for sampler, judge"),
         ("reward.overlong_buffer=99", "sampling.max_new_tokens"),
+        ("algorithm.refill=2", "no group is left out"),
+        ("sampling={ahead: 1}", ""),
+        ("algorithm={elastic: true, minibatches: 2}", "needs the whole batch"),
+        ("algorithm={importance_cap: null}", ""),
+        ("sampling.engine=vllm", "pip install vllm"),
         ("nothing", "key=value"),
     ],
 )
-def test_faults_name_the_key_and_what_was_expected(override: str, told: str, capfd: pytest.CaptureFixture[str]) -> None:
-    result = CliRunner().invoke(app, ["train", "tiny_addition", override, "--dry-run"])
-    assert result.exit_code == 2
-    assert told in " ".join((result.output + capfd.readouterr().err).split())
-
-
-def test_numbers_in_scientific_notation_are_numbers() -> None:
-    config, faults = load_recipe("tiny_addition", ["algorithm.lr=2e-5", "algorithm.weight_decay=1.5e-2"])
-    assert not faults and (config.algorithm.lr, config.algorithm.weight_decay) == (2e-5, 0.015)
+def test_faults_name_the_key_and_what_was_expected(
+    override: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run("tiny_addition", override) == (2 if told else 0)
+    assert told in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -57,10 +71,15 @@ def test_an_algorithm_fills_in_what_was_not_given(name: str) -> None:
     assert config.algorithm.ratio_level is not None and config.algorithm.loss is not None
 
 
-def test_a_resolved_configuration_can_be_read_again(tmp_path: Path) -> None:
-    import yaml
-
-    config, _ = load_recipe("tiny_addition", ["reward.functions={accuracy: 1.0, format: 0.1}"])
+def test_a_resolved_configuration_can_be_read_again_and_is_known_by_its_sections(tmp_path: Path) -> None:
+    config, _ = load_recipe("tiny_addition", ["reward.functions={accuracy: 1.0, format: 0.1}", "algorithm.lr=2e-5"])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    assert load_recipe(str(tmp_path), []) == (config, [])
-    assert set(keys()) >= {"reward.functions", "algorithm.lr", "sampling.max_rows"}
+    assert load_recipe(str(tmp_path), []) == (config, []) and config.algorithm.lr == 2e-5
+    assert "reward.functions" in all_keys(MathConfig)
+    assert kind_of(str(tmp_path)) is kind_of("tiny_addition") is kinds()["math"]
+    assert kind_of("cartpole_ppo") is None and kind_of(str(tmp_path / "nowhere.yaml")) is None
+
+
+def test_an_evaluation_names_what_is_wrong_with_its_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.evaluate(["tiny_addition"], "problems.txt", 1, 1.0, None) == 2
+    assert "data.test = problems.txt: neither a .jsonl or .parquet file" in capsys.readouterr().err

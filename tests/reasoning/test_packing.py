@@ -13,7 +13,7 @@ from reasoning.actor import LanguageActor, _samples
 from reasoning.config import MathConfig, ModelConfig, with_preset
 from reasoning.data import Problem
 from reasoning.models import LanguageModel
-from reasoning.packing import Sample, cut, token_logprobs
+from reasoning.packing import Sample, cut, token_scores
 from reasoning.samples import Completion, Group, Prompt
 
 TOKENS = st.integers(3, 40)
@@ -52,7 +52,8 @@ def test_cutting_loses_no_sample_and_keeps_to_the_budget(groups: list, budget: i
 def test_log_probs_are_those_of_separate_sequences(groups: list, budget: int, temperature: float) -> None:
     model, samples = LanguageModel(ModelConfig(path="tiny"), trains=True, seed=0), flat(groups)
     for rows in cut(samples, budget):
-        logprob, entropy, mask = token_logprobs(model, samples, rows, temperature)
+        scores = token_scores(model, samples, rows, temperature)
+        logprob, entropy, mask = scores.logprob, scores.entropy, scores.mask
         for place, number in enumerate(n for row in rows for n in row.numbers):
             prompt, completion = samples[number].prompt, samples[number].completion
             logits = model.network(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
@@ -69,9 +70,10 @@ def learner(name: str, model: LanguageModel, **algorithm: object) -> LanguageAct
     values = {"name": name, **algorithm}
     config = with_preset(MathConfig.model_validate({"algorithm": values, "sampling": {"max_new_tokens": 9}}))
     actor = LanguageActor.__new__(LanguageActor)
-    actor.config, actor.policy, actor.device, actor.reference = config, model, torch.device("cpu"), None
+    actor.config, actor.policy, actor.device, actor.reference_model = config, model, torch.device("cpu"), None
     actor.context = type("Context", (), {"rank": 0, "world_size": 1})()  # type: ignore[assignment]
     actor.generator = torch.Generator().manual_seed(0)
+    actor.waiting, actor.accumulated, actor.warms_up = [], None, False
     return actor
 
 
@@ -93,15 +95,15 @@ def gradients(actor: LanguageActor, shares: list[list[Group]]) -> tuple[float, l
     """The loss and its gradients, the groups cut into shares as ranks would have them."""
     model = actor.policy
     model.zero_grad()
-    everything = actor._prepare([group for share in shares for group in share], Sums())
-    totals, loss = actor._normalisers(everything), 0.0
+    everything = actor._learnable([group for share in shares for group in share], Sums())
+    totals, loss = actor._denominators(everything), 0.0
     first = 0
     for share in shares:
         count = sum(1 for _ in _samples(share))
         part = everything.rows(list(range(first, first + count)))
         first += count
         for rows in cut(part.samples, actor.config.algorithm.token_budget):
-            each = actor._loss(part, totals, Sums(), rows)
+            each = actor._share_of_loss(part, totals, Sums(), rows)
             each.backward()
             loss += float(each.detach())
     return loss, [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -128,7 +130,7 @@ def test_micro_batches_and_ranks_change_neither_loss_nor_gradients(
 def test_group_sizes_may_differ_and_undecided_completions_take_no_part(model: LanguageModel) -> None:
     groups = scored([([5, 6], [[7], [8, 9], [4]]), ([9], [[3, 3], [4]])])
     groups[0].completions[2].reward = None
-    batch = learner("dr_grpo", model)._prepare(groups, Sums())
+    batch = learner("dr_grpo", model)._learnable(groups, Sums())
     assert [sample.completion for sample in batch.samples] == [[7], [8, 9], [3, 3], [4]]
     assert float(batch.advantage[:2].sum()) == pytest.approx(0.0, abs=1e-6)
     assert float(batch.advantage[2:].sum()) == pytest.approx(0.0, abs=1e-6)
@@ -138,7 +140,7 @@ def test_dynamic_sampling_leaves_flat_groups_out_of_the_forward_pass(model: Lang
     groups = scored([([5, 6], [[7], [8, 9]]), ([9], [[3, 3], [4]])])
     for completion in groups[0].completions:
         completion.reward = 1.0
-    batch = learner("dapo", model)._prepare(groups, Sums())
+    batch = learner("dapo", model)._learnable(groups, Sums())
     assert [sample.prompt for sample in batch.samples] == [[9], [9]]
 
 
@@ -146,15 +148,15 @@ def test_grpo_advantages_of_a_hand_worked_group(model: LanguageModel) -> None:
     groups = scored([([5], [[7], [8], [9], [10]])])
     for completion, reward in zip(groups[0].completions, [1.0, 0.0, 0.0, 0.0], strict=True):
         completion.reward = reward
-    batch = learner("grpo", model)._prepare(groups, Sums())
+    batch = learner("grpo", model)._learnable(groups, Sums())
     assert batch.advantage.tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
 
 
 def test_the_divergence_in_the_reward_lowers_what_strays_from_the_reference(model: LanguageModel) -> None:
     groups = scored([([5], [[7], [8]])])
     actor = learner("dr_grpo", model, kl_coef=1.0, kl_in="reward", kl="k1")
-    own = actor._logprobs(model, _samples(groups))
+    own, _ = actor._score(model, _samples(groups))
     for completion, logprob, apart in zip(groups[0].completions, own, [0.5, 0.0], strict=True):
         completion.reward, completion.reference = 1.0, (logprob - apart).tolist()
-    batch = actor._prepare(groups, Sums())
+    batch = actor._learnable(groups, Sums())
     assert batch.advantage.tolist() == pytest.approx([-0.25, 0.25], abs=1e-5)
