@@ -117,7 +117,7 @@ check_extras() {
     known="$(sed -n '/^\[project.optional-dependencies\]/,/^\[/s/^\([a-z][a-z0-9_-]*\) *=.*/\1/p' \
         "$ROOT/pyproject.toml")"
     for extra in $(printf '%s' "$1" | tr ',' ' '); do
-        printf '%s\n' "$known" | grep -qxF -- "$extra" ||
+        grep -qxF -- "$extra" <<<"$known" ||
             fail "unknown extra '$extra'; pyproject.toml has: $(printf '%s' "$known" | paste -sd, - | sed 's/,/, /g')"
     done
 }

@@ -1,5 +1,6 @@
 """Processes that die, hang or fail: what is lost, what goes on, and what the user is told."""
 
+import gc
 import logging
 import os
 import signal
@@ -329,6 +330,7 @@ def test_many_replacements_leak_no_descriptors(make_pool: Callable[..., EnvPool]
     env = pool.vector_env(TOY, range(2))
     env.reset()
     env.chunk_step(actions_for(env, 1))
+    gc.collect()  # what earlier tests left open
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         os.kill(pool.pids[0], signal.SIGKILL)
