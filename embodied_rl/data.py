@@ -20,13 +20,15 @@ from envs.base import ChunkResult, Episode, Observation
 class Observed:
     """Env to rollout: the observation to act on, and the outcome of the chunk before (None at the start).
 
-    `slots` [n] and `draws` [n] say which random numbers each env takes next.
+    `slots` [n] and `draws` [n] say which random numbers each env takes next. `active` [n] bool: the envs that go on;
+    the others have ended for good in this rollout, so nothing is inferred for them.
     """
 
     step: int
     observation: Observation
     slots: np.ndarray
     draws: np.ndarray
+    active: np.ndarray
     outcome: ChunkResult | None = None
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -57,10 +58,17 @@ class PolicyOutput:
     value: Tensor
 
     @staticmethod
-    def concatenate(parts: list[PolicyOutput]) -> PolicyOutput:
-        """Outputs of consecutive envs as one."""
-        join = lambda name: torch.cat([getattr(part, name) for part in parts])  # noqa: E731
-        return PolicyOutput(join("action"), join("token"), join("logprob"), join("value"))
+    def spread(parts: list[PolicyOutput], rows: np.ndarray, size: int, like: PolicyOutput) -> PolicyOutput:
+        """Outputs of consecutive `rows` as one for `size` envs, zeros for the others; shapes and types as `like`."""
+
+        def joined(name: str) -> Tensor:
+            given = getattr(like, name)
+            whole = given.new_zeros(size, *given.shape[1:])
+            if parts:
+                whole[rows] = torch.cat([getattr(part, name) for part in parts])
+            return whole
+
+        return PolicyOutput(joined("action"), joined("token"), joined("logprob"), joined("value"))
 
 
 class Policy(nn.Module):

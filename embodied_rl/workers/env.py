@@ -14,15 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from embodied_rl.build import env_settings
 from embodied_rl.config import Config
 from embodied_rl.data import Observed, RolloutReport
+from embodied_rl.mixture import allot, env_parts
+from embodied_rl.workers.env_pools import EnvPools
 from envs.base import ChunkResult, EnvSpec, Episode, Integers, Observation, VectorEnv, evaluation_seed
 from envs.joined import join
-from envs.maniskill import uses_gpu
-from envs.maniskill_gpu import ManiSkillBatch
-from envs.pool import EnvPool
-from envs.slots import VectorArgs
 from scheduler.stage import Link
 from scheduler.worker import Worker
 
@@ -36,10 +33,8 @@ class EnvWorker(Worker):
         self.first_env = self.rank * self.num_envs
         self.finest = max(config.pipeline_choices)
         self.grouped = config.algorithm.name == "grpo"
-        self.settings = env_settings(config.env)
-        self.on_gpu = uses_gpu(self.settings, self.context.device_kind)
-        processes = 0 if self.on_gpu else config.env.processes or len(self.devices)
-        self.pool = EnvPool(processes, config.env.step_timeout_s)
+        rows = self.num_envs // self.finest
+        self.pools = EnvPools(config, rows, self.context.device_kind, len(self.devices))
         self.train_envs = self._make()
         self.evaluation_envs: list[VectorEnv] = []
         self.draws = np.zeros(self.num_envs, np.int64)
@@ -50,16 +45,14 @@ class EnvWorker(Worker):
         return [self._vector_env(self._rows(number, self.finest), evaluates) for number in range(self.finest)]
 
     def _vector_env(self, rows: slice, evaluates: bool) -> VectorEnv:
-        args: dict[str, Any] = {
-            "settings": self.settings,
-            "env_ids": tuple(range(self.first_env + rows.start, self.first_env + rows.stop)),
-            "chunk": self.config.policy.chunk,
-            "seed": self.config.seed,
-            "group_size": self.config.algorithm.group_size if self.grouped else 1,
-            "auto_reset": not (evaluates or self.grouped),
-            "record_actions": evaluates,
-        }
-        return ManiSkillBatch(VectorArgs(**args)) if self.on_gpu else self.pool.vector_env(**args)
+        return self.pools.vector_env(
+            range(self.first_env + rows.start, self.first_env + rows.stop),
+            chunk=self.config.policy.chunk,
+            seed=self.config.seed,
+            group_size=self.config.algorithm.group_size if self.grouped else 1,
+            auto_reset=not (evaluates or self.grouped),
+            record_actions=evaluates,
+        )
 
     def _rows(self, group: int, groups: int) -> slice:
         size = self.num_envs // groups
@@ -75,7 +68,7 @@ class EnvWorker(Worker):
 
     def process_ids(self) -> list[int]:
         """The env processes, for monitoring."""
-        return self.pool.pids
+        return self.pools.pids
 
     # ------------------------------------------------------------------------------------------ rollout
 
@@ -87,9 +80,10 @@ class EnvWorker(Worker):
         start, own_cpu = time.monotonic(), time.process_time()
         report, busy = RolloutReport(), 0.0
         groups = self._groups(self.train_envs, link.groups)
+        active = np.ones(self.num_envs, bool)
         for group, env in enumerate(groups):
             fresh = self.grouped or not self.started
-            self._send(link, group, 0, env.reset() if fresh else env.observation())
+            self._send(link, group, 0, env.reset() if fresh else env.observation(), active)
         self.started = True
         for step in range(link.steps + 1):
             for group, env in enumerate(groups):
@@ -97,17 +91,19 @@ class EnvWorker(Worker):
                     result = self._finish_chunk(env, group)
                     busy += sum(end - begin for _, begin, end, _ in result.spans)
                     now = time.process_time()
-                    self._measure(link, env, result, 0.0 if self.on_gpu else now - own_cpu)
+                    self._measure(link, env, result, 0.0 if self.pools.on_gpu else now - own_cpu)
                     own_cpu = now
                     report.episodes += result.episodes
                     report.env_steps += int(result.valid.sum())
-                    self._send(link, group, step, result.observation, result)
+                    if self.grouped:
+                        active[self._rows(group, link.groups)] &= ~result.ended
+                    self._send(link, group, step, result.observation, active, result)
                 if step < link.steps:
                     env.chunk_step_async(link.answer(group))
                     self.draws[self._rows(group, link.groups)] += 1
         report.seconds = time.monotonic() - start
-        report.busy_fraction = busy / (max(1, self.pool.num_processes) * report.seconds)
-        report.replaced_processes, report.lost_episodes = self.pool.replaced, self.pool.lost_episodes
+        report.busy_fraction = busy / (max(1, self.pools.num_processes) * report.seconds)
+        report.replaced_processes, report.lost_episodes = self.pools.counted
         return report
 
     def _finish_chunk(self, env: VectorEnv, group: int) -> ChunkResult:
@@ -123,15 +119,21 @@ class EnvWorker(Worker):
         alone: dict[int, float] = defaultdict(float)
         for process, start, end, cpu in result.spans:
             alone[process] += min(end - start, cpu) if cpu else end - start
-        seconds = max(alone.values()) + own_cpu
+        seconds = max(alone.values(), default=0.0) + own_cpu
         link.add_call(env.num_envs, seconds, own_cpu + sum(cpu for *_, cpu in result.spans))
 
     def _send(
-        self, link: Link, group: int, step: int, observation: Observation, outcome: ChunkResult | None = None
+        self,
+        link: Link,
+        group: int,
+        step: int,
+        observation: Observation,
+        active: np.ndarray,
+        outcome: ChunkResult | None = None,
     ) -> None:
         rows = self._rows(group, link.groups)
         slots = np.arange(self.first_env + rows.start, self.first_env + rows.stop)
-        link.send(group, Observed(step, observation, slots, self.draws[rows].copy(), outcome))
+        link.send(group, Observed(step, observation, slots, self.draws[rows].copy(), active[rows].copy(), outcome))
 
     # ------------------------------------------------------------------------------------------ evaluation
 
@@ -139,9 +141,10 @@ class EnvWorker(Worker):
         """Run this rank's share of `episodes`, each seed once; the episodes, with their actions, by seed."""
         if not self.evaluation_envs:
             self.evaluation_envs = self._make(evaluates=True)
-        seeds = iter([evaluation_seed(base_seed, i) for i in range(self.rank, episodes, self.world_size)])
         finished: list[Episode] = []
-        live = [_LiveGroup(env, seeds) for env in self._groups(self.evaluation_envs, link.groups)]
+        seeds, parts = self._seeds(episodes, base_seed), self.pools.part_of_row
+        groups = self._groups(self.evaluation_envs, link.groups)
+        live = [_LiveGroup(env, np.resize(parts, env.num_envs), seeds) for env in groups]
         for group, state in enumerate(live):
             self._send_live(link, group, state)
         while any(state.is_running for state in live):
@@ -151,18 +154,29 @@ class EnvWorker(Worker):
                     state.draws += 1
             for group, state in enumerate(live):
                 if state.is_running:
-                    finished += state.advance(self._finish_chunk(state.env, group), seeds)
+                    finished += state.advance(self._finish_chunk(state.env, group))
                     self._send_live(link, group, state)
         link.finish()
         return sorted(finished, key=lambda episode: episode.seed)
 
+    def _seeds(self, episodes: int, base_seed: int) -> list[Iterator[int]]:
+        """This rank's evaluation seeds for each part of the envs."""
+        counts = allot(episodes, [part.weight for part in env_parts(self.config.env)])
+        seeds, first = [], 0
+        for count in counts:
+            own = [number for number in range(first, first + count) if number % self.world_size == self.rank]
+            seeds.append(iter([evaluation_seed(base_seed, number) for number in own]))
+            first += count
+        return seeds
+
     def _send_live(self, link: Link, group: int, state: _LiveGroup) -> None:
         if state.is_running:
-            link.send(group, Observed(0, state.observation, state.seeds.copy(), state.draws.copy()))
+            seeds, draws, running = (x.copy() for x in (state.seeds, state.draws, state.running))
+            link.send(group, Observed(0, state.observation, seeds, draws, running))
 
     def render(self, episodes: list[Episode]) -> list[np.ndarray]:
         """Films of recorded episodes. Raises EnvError where nothing can be rendered."""
-        return self.pool.render(env_settings(self.config.env, render=True), episodes)
+        return self.pools.render(episodes)
 
     # ------------------------------------------------------------------------------------------ device memory
 
@@ -183,7 +197,7 @@ class EnvWorker(Worker):
             "draws": self.draws.tolist(),
             "started": self.started,
             "slots": [{**slot, "actions": torch.from_numpy(slot["actions"])} for slot in slots],
-            "replaced": (self.pool.replaced, self.pool.lost_episodes),
+            "replaced": self.pools.counted,
         }
 
     def restore(self, states: list[Any]) -> None:
@@ -195,28 +209,32 @@ class EnvWorker(Worker):
         for number, env in enumerate(self.train_envs):
             part = slots[self._rows(number, self.finest)]
             env.restore([{**slot, "actions": slot["actions"].numpy()} for slot in part])
-        self.pool.replaced, self.pool.lost_episodes = states[self.rank % len(states)]["replaced"]
+        self.pools.counted = states[self.rank % len(states)]["replaced"]
 
     def shutdown(self) -> None:
-        self.pool.close()
+        self.pools.close()
 
 
 class _LiveGroup:
-    """One group of an evaluation: envs that take the next seed as soon as their episode has ended."""
+    """One group of an evaluation: envs that take the next seed as soon as their episode has ended.
 
-    def __init__(self, env: VectorEnv, seeds: Iterator[int]) -> None:
-        self.env = env
+    Args:
+        parts: [N] which of the iterators in `seeds` each env takes from.
+    """
+
+    def __init__(self, env: VectorEnv, parts: np.ndarray, seeds: Sequence[Iterator[int]]) -> None:
+        self.env, self._parts, self._seeds = env, parts, seeds
         self.seeds = np.zeros(env.num_envs, np.int64)
         self.draws = np.zeros(env.num_envs, np.int64)
         self.running = np.zeros(env.num_envs, bool)
         self.observation = env.observation()
-        self._begin(range(env.num_envs), seeds)
+        self._begin(range(env.num_envs))
 
     @property
     def is_running(self) -> bool:
         return bool(self.running.any())
 
-    def advance(self, result: ChunkResult, seeds: Iterator[int]) -> list[Episode]:
+    def advance(self, result: ChunkResult) -> list[Episode]:
         """Take in a chunk's outcome; returns the episodes that ended. Lost episodes are begun again."""
         self.observation = result.observation
         lost = np.flatnonzero(result.lost & self.running)
@@ -224,11 +242,12 @@ class _LiveGroup:
         done = np.flatnonzero(result.ended & self.running)
         expected = {int(seed) for seed in self.seeds[done]}
         self.running[done] = False
-        self._begin(done, seeds)
+        self._begin(done)
         return [episode for episode in result.episodes if episode.seed in expected]
 
-    def _begin(self, rows: Iterable[int], seeds: Iterator[int]) -> None:
-        pairs = list(zip(rows, seeds))  # noqa: B905  (fewer seeds than rows at the end)
+    def _begin(self, rows: Iterable[int]) -> None:
+        given = [(row, next(self._seeds[self._parts[row]], None)) for row in rows]
+        pairs = [(row, seed) for row, seed in given if seed is not None]  # fewer than rows at the end
         self._restart([row for row, _ in pairs], [seed for _, seed in pairs])
 
     def _restart(self, rows: Integers, seeds: Integers) -> None:

@@ -23,12 +23,14 @@ class RolloutWorker(Worker):
     """Serves the streams whose number falls to its rank."""
 
     policy: Policy
+    blank: PolicyOutput  # the last one, whose shapes an output without an active env has
 
     def __init__(self, config: Config) -> None:
         torch.set_num_threads(1)
         self.config = config
         self.device = torch.device("cuda" if self.context.device_kind == "gpu" else "cpu")
         self.policy_calls = 0
+        self.has_critic = config.algorithm.name == "ppo"
 
     def build(self, spec: EnvSpec) -> None:
         """Build the policy for the envs."""
@@ -70,22 +72,11 @@ class RolloutWorker(Worker):
             recorder = open_streams.setdefault(stream, _Recorder(message, steps))
             with link.call(len(message.slots)):
                 observation = self._prepare(message.observation)
-                if message.step == steps:
-                    recorder.outcome(
-                        steps - 1,
-                        message.outcome,
-                        self._value(observation),
-                        self._final_values(message.outcome),
-                    )
-                else:
-                    output = self._act(observation, message, deterministic=False)
-                    if message.outcome is not None:
-                        recorder.outcome(
-                            message.step - 1,
-                            message.outcome,
-                            _first(output.value),
-                            self._final_values(message.outcome),
-                        )
+                output = None if message.step == steps else self._act(observation, message, deterministic=False)
+                if message.outcome is not None:
+                    value = self._value(observation) if output is None else _first(output.value)
+                    recorder.outcome(message.step - 1, message.outcome, value, self._final_values(message.outcome))
+                if output is not None:
                     recorder.decision(message.step, observation, output)
                     link.reply(stream, output.action.cpu().numpy())
             if message.step == steps:
@@ -113,36 +104,41 @@ class RolloutWorker(Worker):
 
     @torch.no_grad()
     def _act(self, observation: dict[str, Any], message: Observed, deterministic: bool) -> PolicyOutput:
-        self.policy_calls += 1
+        """Decide for the active envs; the others get zeros."""
+        blocks = self._blocks(message.active)
         outputs = []
-        for rows in self._blocks(len(message.slots)):
+        for rows in blocks:
             noise = SlotNoise(self.config.seed, message.slots[rows], message.draws[rows])
             outputs.append(self.policy.act(_rows(observation, rows), deterministic, noise))
-        return PolicyOutput.concatenate(outputs)
+            self.policy_calls += 1
+            self.blank = outputs[-1]
+        return PolicyOutput.spread(outputs, np.concatenate([*blocks, []]).astype(int), len(message.slots), self.blank)
 
     @torch.no_grad()
-    def _value(self, observation: dict[str, Any]) -> Tensor:
-        """V(observation) [n]: of the first action, where each has its own."""
+    def _value(self, observation: dict[str, Any], active: np.ndarray | None = None) -> Tensor:
+        """V(observation) [n]: of the first action, where each has its own; 0 without a critic and where not active."""
         count = len(next(iter(observation.values())))
-        values = torch.cat([self.policy.value(_rows(observation, rows)) for rows in self._blocks(count)])
-        return _first(values)
-
-    def _final_values(self, outcome: ChunkResult | None) -> Tensor:
-        """V(final observation) of the envs that ended, zero elsewhere."""
-        assert outcome is not None
-        values = torch.zeros(len(outcome.ended), device=self.device)
-        ended = np.flatnonzero(outcome.ended)
-        if len(ended):
-            final = self._prepare(outcome.final_observation)
-            if self.config.deterministic:  # whole blocks, so that a value does not depend on who else ended
-                values = torch.where(torch.from_numpy(outcome.ended).to(self.device), self._value(final), values)
-            else:
-                values[ended] = self._value(_rows(final, ended))
+        values = torch.zeros(count, device=self.device)
+        if self.has_critic:
+            for rows in self._blocks(np.ones(count, bool) if active is None else active):
+                values[rows] = _first(self.policy.value(_rows(observation, rows)))
         return values
 
-    def _blocks(self, count: int) -> list[slice]:
-        size = self.config.inference_block if self.config.deterministic else count
-        return [slice(first, first + size) for first in range(0, count, size)]
+    def _final_values(self, outcome: ChunkResult) -> Tensor:
+        """V(final observation) of the envs that ended, zero elsewhere."""
+        if not self.has_critic or not outcome.ended.any():
+            return torch.zeros(len(outcome.ended), device=self.device)
+        values = self._value(self._prepare(outcome.final_observation), outcome.ended)
+        return torch.where(torch.from_numpy(outcome.ended).to(self.device), values, 0.0)
+
+    def _blocks(self, active: np.ndarray) -> list[np.ndarray]:
+        """The rows that are inferred at once. Under `deterministic`, blocks do not depend on which of their rows are
+        active."""
+        if not self.config.deterministic:
+            return [np.flatnonzero(active)] if active.any() else []
+        size = self.config.inference_block
+        blocks = np.arange(len(active)).reshape(-1, size)
+        return list(blocks[active.reshape(-1, size).any(1)])
 
     def _prepare(self, observation: Observation) -> dict[str, Any]:
         """What the policy needs of an observation, on its device; what is recorded for learning too."""
@@ -153,10 +149,9 @@ class RolloutWorker(Worker):
         return self.policy.prepare(tensors)
 
 
-def _rows(observation: dict[str, Any], rows: slice | np.ndarray) -> dict[str, Any]:
+def _rows(observation: dict[str, Any], rows: np.ndarray) -> dict[str, Any]:
     return {
-        key: [value[i] for i in np.arange(len(value))[rows]] if isinstance(value, list) else value[rows]
-        for key, value in observation.items()
+        key: [value[i] for i in rows] if isinstance(value, list) else value[rows] for key, value in observation.items()
     }
 
 
