@@ -6,15 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learners import learner, scored
 from torch import Tensor
 
 from embodied_rl.sums import Sums
 from reasoning.actor import LanguageActor, _samples
-from reasoning.config import MathConfig, ModelConfig, with_preset
-from reasoning.data import Problem
+from reasoning.config import ModelConfig
 from reasoning.models import LanguageModel
 from reasoning.packing import Sample, cut, token_scores
-from reasoning.samples import Completion, Group, Prompt
+from reasoning.samples import Group
 
 TOKENS = st.integers(3, 40)
 SAMPLES = st.lists(
@@ -25,6 +25,7 @@ SAMPLES = st.lists(
     min_size=1,
     max_size=4,
 )
+torch.set_num_threads(1)
 ALGORITHMS = ["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "gspo", "cispo"]
 
 
@@ -63,32 +64,6 @@ def test_log_probs_are_those_of_separate_sequences(groups: list, budget: int, te
             assert torch.allclose(logprob[place][mask[place]], chosen, atol=1e-4)
             assert torch.allclose(entropy[place][mask[place]], -(expected.exp() * expected).sum(-1), atol=1e-4)
             assert not logprob[place][~mask[place]].any()
-
-
-def learner(name: str, model: LanguageModel, **algorithm: object) -> LanguageActor:
-    """An actor without its process: rank 0 of 1."""
-    values = {"name": name, **algorithm}
-    config = with_preset(MathConfig.model_validate({"algorithm": values, "sampling": {"max_new_tokens": 9}}))
-    actor = LanguageActor.__new__(LanguageActor)
-    actor.config, actor.policy, actor.device, actor.reference_model = config, model, torch.device("cpu"), None
-    actor.context = type("Context", (), {"rank": 0, "world_size": 1})()  # type: ignore[assignment]
-    actor.generator = torch.Generator().manual_seed(0)
-    actor.waiting, actor.accumulated, actor.warms_up = [], None, False
-    return actor
-
-
-def scored(groups: list[tuple[list[int], list[list[int]]]]) -> list[Group]:
-    """Groups with rewards and log-probs that differ from the model's."""
-    draw = torch.Generator().manual_seed(len(groups))
-    found = []
-    for number, (prompt, answers) in enumerate(groups):
-        completions = []
-        for ids in answers:
-            reward = float(torch.rand((), generator=draw))
-            noise = (-3.5 + 0.2 * torch.randn(len(ids), generator=draw)).tolist()
-            completions.append(Completion(ids, noise, True, "", {"accuracy": reward}, reward))
-        found.append(Group(Prompt(Problem(str(number), "", "1"), number), prompt, completions))
-    return found
 
 
 def gradients(actor: LanguageActor, shares: list[list[Group]]) -> tuple[float, list[Tensor]]:
