@@ -407,6 +407,9 @@ def test_test_script_runs_all_checks_and_stops_at_the_first_failure(installed: P
     checks = [call for call in installed.calls() if call.startswith(of_checks)]
     assert checks == ["ruff check .", "python -m mypy", "python -m pytest -k a name"]
 
+    assert installed.run("test.sh").returncode == 0
+    assert installed.calls("python -m pytest") == ["python -m pytest -n 2 --dist loadfile --no-loadscope-reorder"]
+
     assert installed.run("test.sh", MYPY_OR_PYTEST="4").returncode == 4
     assert installed.calls("pytest") == []
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -36,37 +38,45 @@ def known(flow_items: int) -> Profile:
     return Profile().add(*(Sample(name, flow_items, 1, 0.01) for name in names))
 
 
-def parameters_after(settings: Config, placements: list[dict[str, list[int]] | None], cuts: list[int]) -> Tensor:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(cpu_slots=2, timeout_s=60) as started:
+        yield started
+
+
+def parameters_after(
+    cluster: Cluster, settings: Config, placements: list[dict[str, list[int]] | None], cuts: list[int]
+) -> Tensor:
     """Two iterations under each placement (None: as started), the envs cut into so many groups."""
-    with Cluster(cpu_slots=2, timeout_s=60) as cluster:
-        team = Team(settings, cluster)
-        team.sync_weights()
-        executor = team.schedule.executor
-        for placement, groups in zip(placements, cuts, strict=True):
-            if placement is not None:
-                plan = Plan.from_placement(executor.flow, placement, known(settings.env.num_envs), 8, 2)
-                executor.apply(plan)
-                assert executor.placement == {name: tuple(devices) for name, devices in placement.items()}
-            executor.cut({"env.rollout <> rollout.generate": groups}, {})
-            for _ in range(2):
-                executor.iterate()
-        (weights,) = team._weights.groups["actor"].weights([]).result()[0]
-        team.close()
-        return torch.cat([weights[name].flatten().double() for name in sorted(weights)])
+    team = Team(settings, cluster)
+    team.sync_weights()
+    executor = team.schedule.executor
+    for placement, groups in zip(placements, cuts, strict=True):
+        if placement is not None:
+            plan = Plan.from_placement(executor.flow, placement, known(settings.env.num_envs), 8, 2)
+            executor.apply(plan)
+            assert executor.placement == {name: tuple(devices) for name, devices in placement.items()}
+        executor.cut({"env.rollout <> rollout.generate": groups}, {})
+        for _ in range(2):
+            executor.iterate()
+    (weights,) = team._weights.groups["actor"].weights([]).result()[0]
+    team.close()
+    cluster.end(list(team.groups.values()))
+    return torch.cat([weights[name].flatten().double() for name in sorted(weights)])
 
 
-def test_collocated_disaggregated_hybrid_and_replanned_runs_are_the_same() -> None:
+def test_collocated_disaggregated_hybrid_and_replanned_runs_are_the_same(cluster: Cluster) -> None:
     settings = config(rollout={"pipeline_stages": 2})
-    same = parameters_after(settings, [None] * 3, [2] * 3)
-    replanned = parameters_after(settings, [APART, TOGETHER, HYBRID], [2] * 3)
+    same = parameters_after(cluster, settings, [None] * 3, [2] * 3)
+    replanned = parameters_after(cluster, settings, [APART, TOGETHER, HYBRID], [2] * 3)
     assert torch.equal(same, replanned)
 
 
-def test_so_is_a_run_cut_into_other_groups_on_the_way_if_it_infers_in_blocks() -> None:
+def test_so_is_a_run_cut_into_other_groups_on_the_way_if_it_infers_in_blocks(cluster: Cluster) -> None:
     settings = config(rollout={"pipeline_stages": "auto"}, deterministic=True, inference_block=2)
     assert settings.pipeline_choices == (1, 2, 4)
-    same = parameters_after(settings, [None] * 3, [1] * 3)
-    assert torch.equal(same, parameters_after(settings, [None, APART, None], [4, 1, 2]))
+    same = parameters_after(cluster, settings, [None] * 3, [1] * 3)
+    assert torch.equal(same, parameters_after(cluster, settings, [None, APART, None], [4, 1, 2]))
 
 
 def test_grpo_is_never_cut_inside_a_group() -> None:
