@@ -19,7 +19,7 @@ SIMULATOR_KEYS = {
         "mesh_detail",
         "sim_backend",
     ),
-    "libero": ("image_size", "init_states"),
+    "libero": ("image_size", "cameras", "init_states", "held_out_init_states"),
     "gymnasium": (),
 }
 

@@ -424,11 +424,13 @@ def _prepared(
     faults += run_faults
     faults += preflight(config, run_dir, resume, dry_run, defaulted_keys(faults))
     if faults := faults or more_faults(config):
-        _refuse(faults, action)
+        _refuse([*faults, *needed], action)
     if dry_run:
+    needed = [fault for fault in faults if dry_run and fault.obtainable]
+    faults = [fault for fault in faults if fault not in needed]
         from embodied_rl.dry_run import print_dry_run
 
-        print_dry_run(config, run_dir, resume)
+        print_dry_run(config, run_dir, resume, needed)
         raise typer.Exit()
     return config, run_dir
 

@@ -22,7 +22,8 @@ from embodied_rl.faults import Fault
 from embodied_rl.progress import TrainProgress
 from embodied_rl.report_data import wilson_interval
 from envs.base import EnvError, EnvSettings, Episode, Observation, episode_seed
-from envs.experts import EXPERTS, make_expert
+from envs.experts import EXPERTS, expert_env, make_expert
+from envs.libero_suites import SUITES
 from envs.pool import EnvPool
 
 CONTROL_MODE = "pd_ee_delta_pose"
@@ -32,6 +33,8 @@ PATIENCE = 50
 
 def recipe_for(word: str) -> str | dict[str, Any]:
     """The recipe that the user named; for an env id, one with images and end-effector actions."""
+    if word.partition("/")[0] in SUITES:
+        return {"env": {"kind": "libero", "id": word, "observation": ["state", "image"]}}
     if not re.search(r"-v\d+$", word):
         return word
     return {"env": {"id": word, "control_mode": CONTROL_MODE, "observation": ["state", "image"]}}
@@ -40,7 +43,7 @@ def recipe_for(word: str) -> str | dict[str, Any]:
 def dataset_settings(config: Config, noise: float, image_format: str, keep_failures: bool) -> dict[str, Any]:
     """What decides the content of a dataset, for its `dataset.json`. Raises EnvError where there is no expert."""
     env = env_settings(config.env)
-    gripper = make_expert(env).gripper
+    gripper = make_expert(expert_env(env)).gripper
     shown = _free(env, gripper + 1)
     return {
         "env": asdict(env),
@@ -56,7 +59,7 @@ def collect_faults(config: Config, out: Path, resume: bool) -> list[Fault]:
     """What keeps a collection from starting, besides what keeps the env from being made."""
     faults = []
     try:
-        make_expert(env_settings(config.env))
+        make_expert(expert_env(env_settings(config.env)))
     except EnvError as error:
         key = "control_mode" if config.env.id in EXPERTS else "id"
         hint = f"nearest valid: {CONTROL_MODE}" if key == "control_mode" else ""
@@ -159,10 +162,10 @@ class _Demonstrator:
         recorded = env_settings(config.env)
         self._noise, self._seed, self._recorded = noise, config.seed, recorded.observation
         observed = tuple(dict.fromkeys(("state", *recorded.observation)))  # experts act from states
-        self._expert = make_expert(recorded)
+        settings = expert_env(replace(recorded, observation=observed))
+        self._expert = make_expert(settings)
         self._pool = EnvPool(1, config.env.step_timeout_s)
         try:
-            settings = replace(recorded, observation=observed)
             self._env = self._pool.vector_env(settings, [0], auto_reset=False, record_actions=True)
         except BaseException:
             self.close()
@@ -188,7 +191,7 @@ class _Demonstrator:
         trajectory = Trajectory(
             action=np.stack(labels),
             executed_action=episode.actions,
-            state=self._recording(shown, "state"),
+            state=self._state(shown),
             image=self._recording(shown, "image"),
         )
         return info, trajectory
@@ -222,6 +225,10 @@ class _Demonstrator:
     def close(self) -> None:
         self._pool.close()
 
+
+    def _state(self, shown: list[Observation]) -> np.ndarray | None:
+        states = self._recording(shown, "state")
+        return states if states is None else states[:, : states.shape[1] - self._expert.advice]
 
 def _free(settings: EnvSettings, size: int) -> list[int]:
     """The action dimensions that are not fixed: those that a policy decides."""

@@ -246,6 +246,10 @@ def _simulator_keys(config: Config) -> Iterator[Finding]:
 
 
 def _placement(config: Config) -> Iterator[Finding]:
+    if env.held_out_init_states and env.init_states != "stored":
+        problem = "only stored initial states can be held out; sampled ones are new in every evaluation"
+        keys = ("env.held_out_init_states", "env.init_states")
+        yield keys, Fault(keys[0], env.held_out_init_states, problem, "nearest valid: 0; or env.init_states stored")
     # A cluster's devices are counted when it is joined; here any number may exist.
     count, kind = visible_devices(config) or (2**12, "gpu")
     try:

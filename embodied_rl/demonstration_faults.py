@@ -12,7 +12,7 @@ from embodied_rl.faults import Fault
 
 # What may differ between the env of the demonstrations and the one of the run: neither pictures nor actions change.
 MAY_DIFFER = ("observation", "horizon", "reward_scale", "success_bonus", "ignore_terminations")
-MAY_DIFFER_IN_SIMULATOR = ("reward_mode", "sim_backend")
+MAY_DIFFER_IN_SIMULATOR = ("reward_mode", "sim_backend", "init_states", "held_out_init_states")
 
 
 def demonstration_faults(config: Config) -> list[Fault]:

@@ -7,16 +7,18 @@ knows are assumed, and said to be.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from rich.console import Console
 from rich.text import Text
 
-from embodied_rl.config import Config, OpenVLAConfig
+from embodied_rl.config import Config
 from embodied_rl.consistency import GROUPS, VLA_TITLES, visible_devices
+from embodied_rl.faults import Fault, show
 from embodied_rl.planning import expected_plan
 from embodied_rl.preflight import unchecked
 from embodied_rl.schema import all_keys, flat
@@ -28,6 +30,7 @@ ENV_PROCESS_GB = {"maniskill": 0.8, "libero": 2.2, "gymnasium": 0.1}
 WORKER_GB = 0.45
 # Assumed where only a running env knows: numbers in an observation, action dimensions, cameras.
 STATE_SIZE, ACTION_SIZE, CAMERAS = 64, 8, 1
+GPU_GB, GPU_COUNTS = 80, (1, 8)
 ACTION_TOKENS = 7  # of one action
 ASSUMED_DEVICE = {"gpu": (400e12, 3e12), "cpu": (50e9, 10e9)}  # operations and bytes in a second: an H100, a core
 
@@ -45,9 +48,10 @@ class Plan:
     optimiser_steps: int
 
 
-def make_plan(config: Config) -> Plan:
-    """The plan of a configuration without faults. A cluster to join is taken to have one GPU."""
-    count, kind = visible_devices(config) or (1, "gpu")
+def make_plan(config: Config, devices: tuple[int, Literal["cpu", "gpu"]] | None = None) -> Plan:
+    """The plan of a configuration without faults, on this machine's devices if none are named. A cluster to join is
+    taken to have one GPU."""
+    count, kind = devices or visible_devices(config) or (1, "gpu")
     placed = parse_placement(config.initial_placement, count, GROUPS, kind)
     env_ranks = placed["env"].ranks
     envs = math.ceil(config.env.num_envs / len(env_ranks))
@@ -67,7 +71,7 @@ def memory_estimate(config: Config, plan: Plan) -> dict[str, tuple[float, str]]:
     """GB of host memory by part, each with the formula it comes from."""
     env_processes = plan.processes * len(plan.placed["env"].ranks)
     workers = sum(len(group.ranks) for group in plan.placed.values())
-    each = ENV_PROCESS_GB[config.env.kind]
+    each = ENV_PROCESS_GB.get(config.env.kind, ENV_PROCESS_GB["gymnasium"])
     image = CAMERAS * config.env.image_size**2 * 3 if "image" in config.env.observation else 0
     state = 4 * STATE_SIZE if "state" in config.env.observation else 0
     chunk = config.policy.chunk
@@ -94,9 +98,8 @@ def _network(config: Config, plan: Plan) -> tuple[float, str]:
     return parameters * copies / GB, formula
 
 
-def vla_estimate(config: Config, options: OpenVLAConfig, plan: Plan) -> list[tuple[str, float, str]]:
+def vla_estimate(config: Config, vla: VLA, plan: Plan) -> list[tuple[str, float, str]]:
     """Of a policy with action tokens: name, number and unit with what it comes from; on one device of a group."""
-    vla = VLA.of(config.policy)
     actors, rollouts = (len(plan.placed[group].ranks) for group in ("actor", "rollout"))
     streams = len(plan.placed["env"].ranks) * max(config.pipeline_choices)
     envs = math.ceil(config.env.num_envs / streams)
@@ -105,7 +108,7 @@ def vla_estimate(config: Config, options: OpenVLAConfig, plan: Plan) -> list[tup
     else:
         step, steps = math.ceil(config.sft.batch / actors), config.sft.steps
     micro_batch = min(config.algorithm.micro_batch or step, step)
-    found = vla.estimate_memory(envs, micro_batch, options.prompt_length)
+    found = vla.memory_of_one.scaled(envs, micro_batch)
     rate, bandwidth = ASSUMED_DEVICE[plan.device_kind]
     backward = (1 if vla.settings.lora or vla.settings.adapter else 2) + vla.settings.gradient_checkpointing
     calls = plan.chunk_steps * streams / rollouts
@@ -140,16 +143,39 @@ def _work(config: Config, plan: Plan) -> list[str]:
     ]
 
 
-def _adapters(config: Config) -> list[str]:
-    """The modules of a policy with action tokens that have an adapter, alike ones counted."""
+def _print_vla(console: Console, config: Config, plan: Plan) -> None:
+    """What a policy with action tokens takes here, and on GPUs of 80 GB."""
     from policies.lora import describe
 
     vla = VLA.of(config.policy)
-    return describe(vla.adapted_modules()) if vla.settings.lora or vla.settings.adapter else []
+    title = VLA_TITLES[vla.kind]
+    _heading(console, f"{title}, on each device", f"roughly; assumes {ACTION_TOKENS} tokens in an action")
+    for name, value, what in vla_estimate(config, vla, plan):
+        console.print(f"  {name:15} {value:8.3f} {what}")
+    for line in describe(vla.adapted_modules()) if vla.settings.lora or vla.settings.adapter else []:
+        console.print(f"  adapters on {line}")
+    _heading(console, f"{title} on GPUs of {GPU_GB} GB", "all workers on all of them; the whole model on each")
+    for count in GPU_COUNTS:
+        console.print(f"  {gpu_line(config, vla, count)}")
 
 
-def print_dry_run(config: Config, run_dir: Path, resume: bool) -> None:
-    """Prints configuration, plan, memory estimate and what was not checked to stdout."""
+def gpu_line(config: Config, vla: VLA, count: int) -> str:
+    """What each of so many GPUs would hold, and how long they would take."""
+    found = {name: value for name, value, _ in vla_estimate(config, vla, make_plan(config, (count, "gpu")))}
+    actor, rollout = found["actor"], found["rollout"]
+    if actor + rollout <= GPU_GB:
+        fit = "side by side"
+    elif max(actor, rollout) <= GPU_GB:
+        fit = "by turns"
+    else:
+        fit = f"do not fit: try policy.{vla.kind}.lora_rank, gradient_checkpointing, or a smaller algorithm.micro_batch"
+    device = "1 GPU " if count == 1 else f"{count} GPUs"
+    seconds = f"acting {found['acting']:.3g} s and learning {found['learning']:.3g} s an iteration, besides simulation"
+    return f"{device}  actor {actor:.1f} GB and rollout {rollout:.1f} GB {fit}; {seconds}"
+
+
+def print_dry_run(config: Config, run_dir: Path, resume: bool, needed: Sequence[Fault] = ()) -> None:
+    """Prints configuration, plan, memory estimate, what is still `needed` and what was not checked to stdout."""
     console = Console(soft_wrap=True, highlight=False)
     plan = make_plan(config)
     _heading(console, "Configuration", "keys that differ from their defaults are marked")
@@ -173,16 +199,12 @@ def print_dry_run(config: Config, run_dir: Path, resume: bool) -> None:
     for name, (gigabytes, formula) in estimate.items():
         console.print(f"  {name:15} {gigabytes:8.3f} GB = {formula}")
     console.print(f"  {'in all':15} {sum(gigabytes for gigabytes, _ in estimate.values()):8.3f} GB")
-    if (options := config.policy.vla) is not None:
-        _heading(
-            console,
-            f"{VLA_TITLES[config.policy.kind]}, on each device",
-            f"roughly; assumes {ACTION_TOKENS} tokens in an action",
-        )
-        for name, value, what in vla_estimate(config, options, plan):
-            console.print(f"  {name:15} {value:8.3f} {what}")
-        for line in _adapters(config):
-            console.print(f"  adapters on {line}")
+    if config.policy.vla is not None:
+        _print_vla(console, config, plan)
+    if needed:
+        _heading(console, "Still needed", "without it the run does not start")
+    for fault in needed:
+        console.print(Text(f"  - {fault.key} = {show(fault.value)}: {fault.problem}; {fault.hint}"))
     _heading(console, "Not checked", "nothing was started")
     for item in unchecked(config):
         console.print(f"  - {item}")

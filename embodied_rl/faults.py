@@ -15,6 +15,7 @@ class Fault:
     `key` is a configuration key, or what was given ("recipe", "--resume"); `value` is what was given for it;
     `problem` says what was expected instead; `hint` names the nearest valid value or the command that helps.
     `defaulted` lists keys that hold their defaults because of this fault: checks of these would mislead.
+    `obtainable`: nothing is wrong but that something is not on this machine yet; a dry run goes on.
     """
 
     key: str
@@ -22,6 +23,7 @@ class Fault:
     problem: str
     hint: str = ""
     defaulted: tuple[str, ...] = ()
+    obtainable: bool = False
 
 
 def defaulted_keys(faults: Sequence[Fault]) -> frozenset[str]:

@@ -12,20 +12,13 @@ from embodied_rl.vla import VLA
 MODULES = ("timm", "tokenizers", "peft")
 
 
-def policy_faults(config: Config, dry_run: bool = False) -> list[Fault]:
-    """What keeps the policy from being built on this machine; a dry run can do without weights."""
+def policy_faults(config: Config) -> list[Fault]:
+    """What keeps the policy from being built on this machine."""
     options = config.policy.vla
-    return [] if options is None else list(_vla_faults(config, options, dry_run))
+    return [] if options is None else list(_vla_faults(config, options))
 
 
-def missing_checkpoint(config: Config) -> str | None:
-    """What is still to be given where the checkpoint stands for the published model's sizes."""
-    if config.policy.vla is None or (lacks := VLA.of(config.policy).lacks_weights) is None:
-        return None
-    return f"{lacks}: policy.{config.policy.kind}.checkpoint=DIR"
-
-
-def _vla_faults(config: Config, options: OpenVLAConfig, dry_run: bool) -> Iterator[Fault]:
+def _vla_faults(config: Config, options: OpenVLAConfig) -> Iterator[Fault]:
     kind = config.policy.kind
     if missing := [name for name in MODULES if importlib.util.find_spec(name) is None]:
         problem = f"needs {', '.join(missing)}, not installed"
@@ -39,10 +32,10 @@ def _vla_faults(config: Config, options: OpenVLAConfig, dry_run: bool) -> Iterat
     for option, problem in vla.problems():
         if option == "unnorm_key" and config.sft.data is not None:
             continue  # the statistics of the demonstrations take their place
-        if dry_run and problem == vla.lacks_weights:
-            continue  # it is told at the end
         key = "lora_targets" if option == "lora" else option
-        yield Fault(f"policy.{kind}.{key}", getattr(options, key), problem)
+        given, lacks = getattr(options, key), problem == vla.lacks_weights
+        hint = f"policy.{kind}.checkpoint=DIR" if lacks else ""
+        yield Fault(f"policy.{kind}.{key}", given, problem, hint, obtainable=lacks)
     if config.sft.data is None:
         yield from _use_faults(config, vla)
 

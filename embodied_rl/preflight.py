@@ -15,7 +15,7 @@ from embodied_rl.checkpoint import latest_checkpoint, read_manifest
 from embodied_rl.config import Config, first_placement
 from embodied_rl.consistency import GROUPS, episode_fault, visible_devices
 from embodied_rl.faults import Fault, any_of, show
-from embodied_rl.policy_faults import missing_checkpoint, policy_faults
+from embodied_rl.policy_faults import policy_faults
 from embodied_rl.runs import runs_in
 from embodied_rl.schema import all_keys, flat
 from envs.base import EnvError
@@ -44,12 +44,12 @@ def preflight(
     """Everything on this machine that keeps the run from starting.
 
     Args:
-        dry_run: leave out what takes a process of its own (the search for a Vulkan device), and a model's weights.
+        dry_run: leave out what takes a process of its own (the search for a Vulkan device).
         defaulted: keys that were not understood; checks that need them are left out.
     """
     faults = environment_faults(config, dry_run, defaulted)
     if not any(key.startswith("policy.") for key in defaulted):
-        faults += policy_faults(config, dry_run)
+        faults += policy_faults(config)
     if fault := _unwritable(run_dir):
         faults.append(fault)
     elif resume:
@@ -68,8 +68,6 @@ def environment_faults(config: Config, dry_run: bool, defaulted: Collection[str]
 def unchecked(config: Config) -> list[str]:
     """What a dry run does not check, each as a sentence's part."""
     items = ["whether the env starts", "the size of observations and actions"]
-    if missing := missing_checkpoint(config):
-        items.insert(0, f"the checkpoint: {missing}")
     if config.env.kind == "maniskill" and ("image" in config.env.observation or config.evaluation.videos):
         items.insert(0, "whether a Vulkan device can render (`embodied-rl doctor` does)")
     if visible_devices(config) is None:
@@ -103,7 +101,8 @@ def _maniskill_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str
         yield ("env.id",), Fault("env.id", env.id, "no such ManiSkill env", hint)
     elif missing := missing_assets(env.id):
         problem = f"its assets are not downloaded: {', '.join(missing)}"
-        yield ("env.id",), Fault("env.id", env.id, problem, f"run: {download_command(missing)}")
+        hint = f"run: {download_command(missing)}"
+        yield ("env.id",), Fault("env.id", env.id, problem, hint, obtainable=True)
     steps = HORIZON if name in SCENES else known[name].max_episode_steps if name in known else None
     yield from _own_horizon(config, steps)
     if "image" in env.observation and not dry_run and (problem := vulkan_problem()):
@@ -123,7 +122,7 @@ def _bridge_faults(config: Config) -> Iterator[tuple[tuple[str, ...], Fault]]:
     env = config.env
     if missing := lacking(env.id):
         hint = f"run: {missing.command} (docs/put_on_plate.md)"
-        yield ("env.id",), Fault("env.id", env.id, f"not on this machine: {missing}", hint)
+        yield ("env.id",), Fault("env.id", env.id, f"not on this machine: {missing}", hint, obtainable=True)
     if env.observation != ("image",):
         problem = f"{env.id} shows its camera and nothing else"
         fault = Fault("env.observation", list(env.observation), problem, "nearest valid: [image]")

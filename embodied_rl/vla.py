@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -70,10 +71,11 @@ class VLA:
         """Names of the modules that would have an adapter."""
         return _module(self.kind).adapted_modules(self.read_config(), self.settings)
 
-    def estimate_memory(self, envs: int, micro_batch: int, prompt_length: int) -> MemoryEstimate:
-        """Of acting in so many envs at once, and of learning from so many samples at once."""
+    @functools.cached_property
+    def memory_of_one(self) -> MemoryEstimate:
+        """Of acting in one env, and of learning from one sample at a time."""
         memory = importlib.import_module(f"policies.{self.kind}.memory")
-        return memory.estimate_memory(self.read_config(), self.settings, envs, micro_batch, prompt_length)
+        return memory.estimate_memory(self.read_config(), self.settings, 1, 1, self.settings.prompt_length)
 
 
 def _module(kind: str) -> ModuleType:

@@ -269,3 +269,8 @@ def episode_seed(base: int, stream: int, number: int) -> int:
 def evaluation_seed(base: int, number: int) -> int:
     """The seed of an evaluation episode: from 2**30, which training never reaches."""
     return 2**30 + (base + number) % 2**30
+
+
+def is_evaluation_seed(seed: int) -> bool:
+    """Whether an evaluation's episode has it, and no training's."""
+    return seed >= 2**30

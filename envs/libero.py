@@ -21,13 +21,16 @@ from typing import Any
 import numpy as np
 
 from envs import libero_rendering, libero_suites
-from envs.base import ActionSpec, Env, EnvError, EnvSettings, Step
+from envs.base import ActionSpec, Env, EnvError, EnvSettings, Step, is_evaluation_seed
 from envs.libero_suites import HORIZONS, STRIDE
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 ACTIONS = 7
 SETTLE = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
-SIMULATOR_KEYS = ("image_size", "cameras", "init_states", "settle_steps", "settle_action", "expert", "render")
+SIMULATOR_KEYS = (
+    *("image_size", "cameras", "init_states", "held_out_init_states"),
+    *("settle_steps", "settle_action", "expert", "render"),
+)
 
 
 class LiberoEnv(Env):
@@ -42,9 +45,10 @@ class LiberoEnv(Env):
     placement of the task's own distribution ("sampled") or a stored init state ("stored"), which evaluations use too.
 
     `settings.simulator` keys: image_size (256), cameras (2: how many of them `image` shows), init_states ("sampled"),
-    settle_steps (10) and settle_action, which are executed before an episode begins and are not counted, expert (true:
-    the last 7 numbers of `state` are what the scripted expert would do), render (of no effect: pictures can always be
-    taken).
+    held_out_init_states (0: how many of a task's stored states, the last ones, evaluation seeds choose from, and
+    training seeds never), settle_steps (10) and settle_action, which are executed before an episode begins and are not
+    counted, expert (true: the last 7 numbers of `state` are what the scripted expert would do), render (of no effect:
+    pictures can always be taken).
     """
 
     def __init__(self, settings: EnvSettings) -> None:
@@ -60,6 +64,7 @@ class LiberoEnv(Env):
         self._size = options.get("image_size") or 256
         self._cameras = CAMERAS[: options.get("cameras", len(CAMERAS))]
         self._stored = (options.get("init_states") or "sampled") == "stored"
+        self._held_out = options.get("held_out_init_states") or 0
         self._settle_steps = options.get("settle_steps", 10)
         self._settle_action = np.asarray(options.get("settle_action") or SETTLE, np.float64)
         self._observed = settings.observation
@@ -110,7 +115,7 @@ class LiberoEnv(Env):
             task = int(generator.choice(self._own_tasks))
             if not self._stored:
                 return task, None
-            states = libero_suites.init_states(self.suite, task)
+            states = self._drawn_from(libero_suites.init_states(self.suite, task), is_evaluation_seed(seed))
             return task, states[generator.integers(len(states))]
         task, index = divmod(init_state_id, STRIDE)
         if task not in self._own_tasks:
@@ -119,6 +124,13 @@ class LiberoEnv(Env):
         if index >= len(states):
             raise EnvError(f"{self.tasks[task].name} has {len(states)} init states; there is no number {index}")
         return task, states[index]
+
+    def _drawn_from(self, states: np.ndarray, evaluates: bool) -> np.ndarray:
+        """The stored init states that an episode may begin from."""
+        if not 0 <= self._held_out < len(states):
+            raise EnvError(f"{self._held_out} init states are held out; a task of {self.suite} has {len(states)}")
+        first = len(states) - self._held_out
+        return states[first:] if evaluates and self._held_out else states[:first]
 
     def _load(self, task: int) -> _Simulation:
         if self._simulation is None or task != self.task:

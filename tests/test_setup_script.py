@@ -12,7 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = [
-    *(f"scripts/{name}.sh" for name in ("setup", "test", "train_maniskill", "sft_maniskill", "eval_libero")),
+    *(
+        f"scripts/{name}.sh"
+        for name in ("setup", "test", "train_maniskill", "sft_maniskill", "eval_libero", "train_libero")
+    ),
     ".ci/run",
 ]
 
@@ -111,7 +114,7 @@ def test_script_has_valid_syntax_and_can_be_executed(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
 
 
-@pytest.mark.parametrize("script", ["setup.sh", "test.sh", "train_maniskill.sh", "sft_maniskill.sh", "eval_libero.sh"])
+@pytest.mark.parametrize("script", [Path(script).name for script in SCRIPTS if script.endswith(".sh")])
 def test_help_explains_and_does_nothing(project: Project, script: str) -> None:
     done = project.run(script, "--help")
     assert done.returncode == 0
@@ -396,6 +399,32 @@ def test_train_script_takes_a_recipe_settings_and_options(
     installed.program(installed.root / ".venv/bin/embodied-rl", 'echo "embodied-rl $*" >>"$CALLS"; exit 3')
     assert installed.run("train_maniskill.sh", *arguments).returncode == 3, "the training's own exit code"
     assert installed.calls("embodied-rl ") == [f"embodied-rl {expected}"]
+
+
+def test_train_scripts_make_a_missing_warm_start_first_and_begin_from_it(installed: Project) -> None:
+    recipes = installed.root / "embodied_rl" / "recipes"
+    recipes.mkdir(parents=True, exist_ok=True)
+    (recipes / "task_sft.yaml").touch()
+    leaves = 'mkdir -p "runs/$2/pretrained"; printf "env:\n  kind: libero\npolicy:\n  kind: openvla_oft\n"'
+    trained = f'[ "$1" != sft ] || {{ {leaves} >"runs/$2/config.yaml"; }}'
+    installed.program(installed.root / ".venv/bin/embodied-rl", f'echo "embodied-rl $*" >>"$CALLS"\n{trained}')
+    begins = "policy.openvla_oft.checkpoint=runs/task_sft/pretrained"
+
+    def calls(script: str, *arguments: str) -> list[str]:
+        done = installed.run(script, *arguments, EPISODES="7")
+        assert done.returncode == 0, done.stderr
+        return [call.removeprefix("embodied-rl ") for call in installed.calls("embodied-rl ")]
+
+    assert calls("train_libero.sh", "task_grpo", "--dry-run") == ["train task_grpo --dry-run"]
+    assert calls("train_libero.sh", "task_ppo", "seed=1") == [
+        "collect task_sft --episodes 7 --noise 0.1 --out demonstrations/task_sft",
+        "sft task_sft --data demonstrations/task_sft",
+        f"train task_ppo {begins} seed=1",
+    ]
+    assert calls("train_maniskill.sh", "task_grpo", "--resume") == [f"train task_grpo {begins} --resume"]
+    given = "policy.openvla_oft.checkpoint=DIR"
+    assert calls("train_libero.sh", "task_grpo", given) == [f"train task_grpo {given}"]
+    assert calls("train_libero.sh", "task_sft") == ["train task_sft"]
 
 
 def test_test_script_runs_all_checks_and_stops_at_the_first_failure(installed: Project) -> None:

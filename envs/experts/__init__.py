@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,17 +27,26 @@ class Expert(ABC):
 
     Attributes:
         gripper: the action dimension that opens and closes the gripper.
+        advice: how many numbers at the end of the state only the expert reads, where `expert_env` adds them.
     """
 
     gripper: int
+    advice = 0
 
     @abstractmethod
     def act(self, state: np.ndarray) -> np.ndarray:
         """The action, float32 [A] within the env's bounds, for a state observation, float32 [S]."""
 
 
+def expert_env(settings: EnvSettings) -> EnvSettings:
+    """The env in which an expert can act: the same one, which may show it more."""
+    if settings.kind != "libero":
+        return settings
+    return replace(settings, simulator={**settings.simulator, "expert": True})
+
+
 def make_expert(settings: EnvSettings) -> Expert:
-    """The expert for an env's task. Raises EnvError where there is none, or none for its controller."""
+    """The expert for the task of an `expert_env`. Raises EnvError where there is none, or none for its controller."""
     if settings.kind == "libero":
         from envs.experts.libero import LiberoExpert
 

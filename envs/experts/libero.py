@@ -45,11 +45,14 @@ def is_scripted(suite: str, task: int) -> bool:
 class LiberoExpert(Expert):
     """Reads what `LiberoDriver` advises from the end of the `state` of an env with `simulator["expert"]`."""
 
-    gripper = 6
+    gripper, advice = 6, ADVICE
 
     def __init__(self, settings: EnvSettings) -> None:
-        if not settings.simulator.get("expert"):
-            raise EnvError("the LIBERO expert acts where the env's simulator option 'expert' is true")
+        suite, tasks = libero_suites.parse_id(settings.id)
+        if beyond := [task for task in tasks if not is_scripted(suite, task)]:
+            scripted = ",".join(str(task) for task in tasks if task not in beyond)
+            hint = f"; nearest valid: {suite}/{scripted}" if scripted else ""
+            raise EnvError(f"the expert only picks and places, and {suite} {beyond} is something else{hint}")
 
     def act(self, state: np.ndarray) -> np.ndarray:
         return state[-ADVICE:]

