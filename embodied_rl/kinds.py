@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,20 +31,19 @@ def kinds() -> dict[str, Kind]:
 
 
 def kind_of(recipe: str) -> Kind | None:
-    """The kind of a run by the name of its recipe, or by a section in its file that only one has; None: embodied."""
+    """Of a run, by the nearest name of a recipe or by a section of its file that only one has; None: embodied."""
     if recipe in EMBODIED.names():
         return None
-    for kind in kinds().values():
-        if not kind.RECIPES.is_path(recipe):
-            if recipe in kind.RECIPES.names():
-                return kind
-            continue
-        try:
-            content = yaml.safe_load(kind.RECIPES.path(recipe).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
-            continue
-        if isinstance(content, dict) and set(content) & (
-            set(kind.RECIPES.model.model_fields) - set(Config.model_fields)
-        ):
-            return kind
-    return None
+    found = kinds().values()
+    owners = dict[str, Kind | None].fromkeys(EMBODIED.names()) | {
+        n: kind for kind in found for n in kind.RECIPES.names()
+    }
+    if recipe in owners or not EMBODIED.is_path(recipe):
+        near = difflib.get_close_matches(recipe, owners, n=1, cutoff=0.4)
+        return owners[near[0]] if near else None
+    try:
+        content = yaml.safe_load(EMBODIED.path(recipe).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+    sections = set(content) - set(Config.model_fields) if isinstance(content, dict) else set()
+    return next((kind for kind in found if sections & set(kind.RECIPES.model.model_fields)), None)

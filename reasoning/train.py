@@ -207,8 +207,7 @@ class MathTraining(runs.Training):
         content = {"success_once": found.value, "n": len(judged), "episodes": episodes}
         (self.run_dir / "evaluation.json").write_text(json.dumps(content, indent=1))
         self.tracker.summary({"final/pass@1": found.value, "final/first_pass@1": self.first_accuracy})
-        title = f"held-out, iteration {self.iteration}"
-        self._show_table(title, *evaluate.table(judged, self.config.evaluation.completions))
+        self._show_table("held-out, at the end", *evaluate.table(judged, self.config.evaluation.completions))
         seconds = duration(self.earlier_s + time.monotonic() - self.started)
         self.results = [
             f"trained {self.iteration} iterations, {self.tokens:,} sampled tokens, {seconds}",

@@ -77,7 +77,8 @@ def test_a_resolved_configuration_can_be_read_again_and_is_known_by_its_sections
     assert load_recipe(str(tmp_path), []) == (config, []) and config.algorithm.lr == 2e-5
     assert "reward.functions" in all_keys(MathConfig)
     assert kind_of(str(tmp_path)) is kind_of("tiny_addition") is kinds()["math"]
-    assert kind_of("cartpole_ppo") is None and kind_of(str(tmp_path / "nowhere.yaml")) is None
+    assert kind_of("smollm2_aritmetic") is kinds()["math"] and kind_of("cartpole_ppo") is None
+    assert kind_of(str(tmp_path / "nowhere.yaml")) is None
 
 
 def test_an_evaluation_names_what_is_wrong_with_its_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
