@@ -26,7 +26,7 @@ SIMULATOR_KEYS = {
 
 def env_settings(env: EnvConfig, **simulator: Any) -> EnvSettings:
     """Settings of one env; keyword arguments go to the simulator on top of the config's."""
-    own = {key: getattr(env, key) for key in SIMULATOR_KEYS[env.kind]}
+    own = {key: getattr(env, key) for key in SIMULATOR_KEYS.get(env.kind, ())}
     return EnvSettings(
         kind=env.kind,
         id=env.id,

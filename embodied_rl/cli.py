@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from embodied_rl.cli_serve import add_serve_commands
+
 if TYPE_CHECKING:
     from embodied_rl.config import Config, Section
     from embodied_rl.faults import Fault
@@ -27,6 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+add_serve_commands(app)
 
 
 def main() -> None:

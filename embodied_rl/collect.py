@@ -64,6 +64,10 @@ def collect_faults(config: Config, out: Path, resume: bool) -> list[Fault]:
         key = "control_mode" if config.env.id in EXPERTS else "id"
         hint = f"nearest valid: {CONTROL_MODE}" if key == "control_mode" else ""
         faults.append(Fault(f"env.{key}", getattr(config.env, key), str(error), hint))
+    for key in ("server", "python", "mix"):
+        if given := getattr(config.env, key):
+            problem = "demonstrations are collected here, of one kind of env"
+            faults.append(Fault(f"env.{key}", given, problem, "leave it out"))
     if config.env.sim_backend == "gpu":
         faults.append(Fault("env.sim_backend", "gpu", "experts run on the CPU simulator", "nearest valid: auto"))
     if out.exists() and not out.is_dir():
@@ -222,13 +226,13 @@ class _Demonstrator:
     def _recording(self, shown: list[Observation], key: str) -> np.ndarray | None:
         return np.stack([observation[key][0] for observation in shown]) if key in self._recorded else None  # type: ignore[literal-required]
 
-    def close(self) -> None:
-        self._pool.close()
-
-
     def _state(self, shown: list[Observation]) -> np.ndarray | None:
         states = self._recording(shown, "state")
         return states if states is None else states[:, : states.shape[1] - self._expert.advice]
+
+    def close(self) -> None:
+        self._pool.close()
+
 
 def _free(settings: EnvSettings, size: int) -> list[int]:
     """The action dimensions that are not fixed: those that a policy decides."""

@@ -8,9 +8,9 @@ This module imports nothing heavy: `--dry-run` depends on it.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -31,10 +31,44 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+OwnKind = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:\w+$", json_schema_extra={"expected": "module:Class"})]
+EnvKind = Literal["maniskill", "libero", "gymnasium"] | OwnKind
+Address = Annotated[str, Field(pattern=r"^(ipc://.+|tcp://.+:\d+)$")]
+
+
+def _several(given: Any) -> Any:
+    """One as well as a list of some."""
+    return (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
+
+
+Addresses = Annotated[tuple[Address, ...], BeforeValidator(_several)]
+
+
+class EnvShare(Section):
+    """One env of a mix. What is not given is that of `env`."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    kind: EnvKind | None = None
+    id: str | None = None
+    server: Addresses | None = None
+    server_token_file: str | None = None
+    python: str | None = None
+    horizon: Positive | None = None
+    instruction: str | None = None
+    reward_scale: float | None = None
+    success_bonus: float | None = None
+    fixed_actions: dict[int, float] | None = None
+    control_mode: str | None = None
+    reward_mode: Literal["normalized_dense", "dense", "sparse", "none"] | None = None
+    sim_freq: Positive | None = None
+    control_freq: Positive | None = None
+    init_states: Literal["sampled", "stored"] | None = None
+
+
 class EnvConfig(Section):
     """What is simulated. Steps are env steps (sub-steps of a chunk)."""
 
-    kind: Literal["maniskill", "libero", "gymnasium"] = "maniskill"
+    kind: EnvKind = "maniskill"
     id: str = "PushCube-v1"
     num_envs: Annotated[int, Field(ge=1, le=1_000_000)] = 8
     processes: Annotated[int, Field(ge=1)] | None = Field(
@@ -83,6 +117,23 @@ class EnvConfig(Section):
     )
     step_timeout_s: Annotated[float, Field(gt=0)] = Field(
         default=120.0, description="an env process silent for longer is replaced"
+    )
+    server: Addresses = Field(
+        default=(),
+        description="simulate on env servers (`embodied-rl serve-env`), each with an equal share of the envs",
+        json_schema_extra={"expected": "an address such as tcp://127.0.0.1:5005 or ipc:///tmp/server, or a list"},
+    )
+    server_token_file: str | None = Field(default=None, description="file with the token that the servers ask for")
+    server_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=60.0, description="an env server silent for longer ends the run"
+    )
+    python: str | None = Field(
+        default=None, description="interpreter of another virtual environment to simulate in; default: this one"
+    )
+    mix: tuple[EnvShare, ...] = Field(
+        default=(),
+        description="several envs sampled by weight; each has keys of `env`, which hold where it has none",
+        json_schema_extra={"expected": "a list such as [{id: PushCube-v1, weight: 2}, {id: PullCube-v1}]"},
     )
 
 

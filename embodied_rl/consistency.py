@@ -10,6 +10,7 @@ from typing import Literal
 from embodied_rl.build import SIMULATOR_KEYS
 from embodied_rl.config import Config, EnvConfig, PolicyConfig
 from embodied_rl.faults import Fault, any_of, nearest_divisors, nearest_multiples, show
+from embodied_rl.mixture import env_parts
 from scheduler.placement import local_device_count, parse_placement
 
 GROUPS = ("actor", "rollout", "env")
@@ -83,6 +84,11 @@ def _env_counts(config: Config) -> Iterator[Finding]:
     if config.deterministic and envs % parts == 0 and share % block:
         hint = f"nearest valid: {nearest_divisors(block, share)}; or env.num_envs {near_envs}"
         yield (*cut, "deterministic", "inference_block"), Fault("inference_block", block, f"does not divide {of}", hint)
+    mixed = len(env_parts(config.env))
+    if mixed * (group if grpo else 1) > share:
+        problem = f"{mixed} envs or servers to share among, and {of}" + (f", in groups of {group}" if grpo else "")
+        fault = Fault("env.mix" if config.env.mix else "env.server", None, problem, "a greater env.num_envs")
+        yield (*cut, "env.mix", "env.server", "algorithm.name", "algorithm.group_size"), fault
     processes = config.env.processes
     if processes is not None and processes > envs / parts:
         hint = f"nearest valid: {max(1, envs // parts)}"
@@ -233,12 +239,17 @@ def _oft(config: Config) -> Iterator[Finding]:
 
 def _simulator_keys(config: Config) -> Iterator[Finding]:
     env = config.env
+    known = {key for part in env_parts(env) for key in SIMULATOR_KEYS.get(part.env.kind, ())}
     for name in dict.fromkeys(key for keys in SIMULATOR_KEYS.values() for key in keys):
         value, default = getattr(env, name), getattr(EnvConfig(), name)
-        if value != default and name not in SIMULATOR_KEYS[env.kind]:
+        if value != default and name not in known:
             owners = any_of([title for kind, title in SIMULATOR_TITLES.items() if name in SIMULATOR_KEYS[kind]])
             problem = f"only {owners} has it, and env.kind is {env.kind}"
             yield ("env.kind", f"env.{name}"), Fault(f"env.{name}", value, problem, f"nearest valid: {show(default)}")
+    if env.held_out_init_states and env.init_states != "stored":
+        problem = "only stored initial states can be held out; sampled ones are new in every evaluation"
+        keys = ("env.held_out_init_states", "env.init_states")
+        yield keys, Fault(keys[0], env.held_out_init_states, problem, "nearest valid: 0; or env.init_states stored")
     if env.kind == "maniskill" and env.sim_freq and env.control_freq and env.sim_freq % env.control_freq:
         problem = f"does not divide env.sim_freq ({env.sim_freq})"
         hint = f"nearest valid: {nearest_divisors(env.control_freq, env.sim_freq)}"
@@ -246,10 +257,6 @@ def _simulator_keys(config: Config) -> Iterator[Finding]:
 
 
 def _placement(config: Config) -> Iterator[Finding]:
-    if env.held_out_init_states and env.init_states != "stored":
-        problem = "only stored initial states can be held out; sampled ones are new in every evaluation"
-        keys = ("env.held_out_init_states", "env.init_states")
-        yield keys, Fault(keys[0], env.held_out_init_states, problem, "nearest valid: 0; or env.init_states stored")
     # A cluster's devices are counted when it is joined; here any number may exist.
     count, kind = visible_devices(config) or (2**12, "gpu")
     try:

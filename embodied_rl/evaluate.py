@@ -23,8 +23,11 @@ VIDEO_FPS = 10  # where the env does not say how fast its time runs
 HOLD_S = 1.5  # how long a video stays on its last frame
 
 
-def evaluation_metrics(episodes: Sequence[Episode], has_success: bool, prefix: str = "eval") -> dict[str, float]:
-    """Means over episodes under the names of the metrics files; empty without episodes."""
+def evaluation_metrics(
+    episodes: Sequence[Episode], has_success: bool, prefix: str = "eval", by_env: bool = False
+) -> dict[str, float]:
+    """Means over episodes under the names of the metrics files; empty without episodes. `by_env`: success, or else
+    return, of each env too."""
     if not episodes:
         return {}
     mean = lambda name: sum(float(getattr(episode, name)) for episode in episodes) / len(episodes)  # noqa: E731
@@ -34,6 +37,10 @@ def evaluation_metrics(episodes: Sequence[Episode], has_success: bool, prefix: s
             f"{prefix}/success_once": mean("success_once"),
             f"{prefix}/success_at_end": mean("success_at_end"),
         }
+    for env in sorted({episode.env for episode in episodes}) if by_env else ():
+        own = evaluation_metrics([episode for episode in episodes if episode.env == env], has_success, prefix)
+        key = f"{prefix}/{'success_once' if has_success else 'return'}"
+        metrics[f"{key}/{env}"] = own[key]
     return metrics
 
 
@@ -62,9 +69,9 @@ def write_record(
                 name: _version(name) for name in ("embodied-rl", "mani_skill", "sapien", "gymnasium", "torch")
             },
         },
-        "episodes": [_episode_record(episode, has_success) for episode in episodes],
+        "episodes": [_episode_record(episode, has_success, bool(config.env.mix)) for episode in episodes],
     }
-    for key, value in evaluation_metrics(episodes, has_success, "").items():
+    for key, value in evaluation_metrics(episodes, has_success, "", bool(config.env.mix)).items():
         record[key.removeprefix("/")] = value
     temporary = run_dir / f"{file}.tmp"
     temporary.write_text(json.dumps(record, indent=1))
@@ -72,9 +79,10 @@ def write_record(
     return record
 
 
-def _episode_record(episode: Episode, has_success: bool) -> dict[str, Any]:
+def _episode_record(episode: Episode, has_success: bool, of_mix: bool) -> dict[str, Any]:
     success = {"success_once": episode.success_once, "success_at_end": episode.success_at_end} if has_success else {}
-    return {"seed": episode.seed, **success, "return": episode.episode_return, "length": episode.length}
+    about = {"seed": episode.seed, **({"env": episode.env} if of_mix else {})}
+    return {**about, **success, "return": episode.episode_return, "length": episode.length}
 
 
 def describe(record: dict[str, Any]) -> str:

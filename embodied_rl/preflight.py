@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from embodied_rl.checkpoint import latest_checkpoint, read_manifest
 from embodied_rl.config import Config, first_placement
 from embodied_rl.consistency import GROUPS, episode_fault, visible_devices
 from embodied_rl.faults import Fault, any_of, show
+from embodied_rl.mixture import env_parts
 from embodied_rl.policy_faults import policy_faults
 from embodied_rl.runs import runs_in
 from embodied_rl.schema import all_keys, flat
@@ -35,6 +37,8 @@ MAY_CHANGE = (
     "placement",
     "env.processes",
     "env.step_timeout_s",
+    "env.server",
+    "env.python",
 )
 
 
@@ -62,7 +66,13 @@ def environment_faults(config: Config, dry_run: bool, defaulted: Collection[str]
     if "env.kind" in defaulted:
         return []
     checks = {"maniskill": _maniskill_faults, "libero": _libero_faults, "gymnasium": _gymnasium_faults}
-    return [fault for keys, fault in checks[config.env.kind](config, dry_run) if not set(keys) & set(defaulted)]
+    faults = []
+    for part in env_parts(config.env):
+        elsewhere = part.env.server or part.env.python
+        check = _elsewhere_faults if elsewhere else checks.get(part.env.kind, _own_faults)
+        found = check(config.model_copy(update={"env": part.env}), dry_run)
+        faults += [fault for keys, fault in found if not set(keys) & set(defaulted)]
+    return [fault for number, fault in enumerate(faults) if fault not in faults[:number]]
 
 
 def unchecked(config: Config) -> list[str]:
@@ -76,6 +86,30 @@ def unchecked(config: Config) -> list[str]:
 
 
 # --- the env ------------------------------------------------------------------------------------------------
+
+
+def _elsewhere_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str, ...], Fault]]:
+    """Of envs in another virtual environment or on a server, which says itself what it lacks."""
+    from envs.wire import read_token
+
+    env = config.env
+    if env.python is not None and shutil.which(env.python) is None:
+        yield ("env.python",), Fault("env.python", env.python, "no such interpreter", "such as VENV/bin/python")
+    if env.python is not None and env.server:
+        problem = "env.server is given too, whose interpreter is its own"
+        yield ("env.python", "env.server"), Fault("env.python", env.python, problem, "leave one out")
+    try:
+        if env.server_token_file is not None:
+            read_token(env.server_token_file)
+    except (OSError, ValueError) as error:
+        yield ("env.server_token_file",), Fault("env.server_token_file", env.server_token_file, str(error))
+
+
+def _own_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str, ...], Fault]]:
+    module = config.env.kind.partition(":")[0]
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        hint = "install what provides it, start where it lies (PYTHONPATH), or name an env.server that has it"
+        yield ("env.kind",), Fault("env.kind", config.env.kind, f"no module {module}", hint)
 
 
 def _maniskill_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str, ...], Fault]]:

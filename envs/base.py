@@ -140,7 +140,7 @@ class Env(ABC):
 
 @dataclass(frozen=True)
 class Episode:
-    """Record of one finished episode. `seed` and `init_state_id` reproduce its start."""
+    """Record of one finished episode. `seed` and `init_state_id` reproduce its start in `env`."""
 
     env_id: int
     seed: int
@@ -151,6 +151,7 @@ class Episode:
     success_once: bool
     success_at_end: bool
     actions: np.ndarray | None = None  # float32 [length, A], where recording is on
+    env: str = ""  # id
 
 
 @dataclass

@@ -334,7 +334,7 @@ class RemoteVectorEnv(VectorEnv):
 
     def state(self) -> list[dict[str, Any]]:
         self._refuse_in_flight("state")
-        return self._ask("state")["value"]
+        return [{**slot, "actions": np.array(slot["actions"])} for slot in self._ask("state")["value"]]
 
     def restore(self, state: list[dict[str, Any]]) -> Observation:
         self._refuse_in_flight("restore")

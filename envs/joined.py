@@ -39,7 +39,7 @@ class JoinedVectorEnv(VectorEnv):
         return self.observation()
 
     def observation(self) -> Observation:
-        return _stack([env.observation() for env in self.envs])
+        return self._stack([env.observation() for env in self.envs])
 
     def chunk_step_async(self, actions: np.ndarray) -> None:
         for env, rows in zip(self.envs, self._rows, strict=True):
@@ -52,7 +52,7 @@ class JoinedVectorEnv(VectorEnv):
             for name in ("reward", "terminated", "truncated", "valid", "ended", "lost")
         }
         return ChunkResult(
-            observation=_stack([result.observation for result in results]),
+            observation=self._stack([result.observation for result in results]),
             final_observation=self._final(results),
             episodes=[episode for result in results for episode in result.episodes],
             spans=[span for result in results for span in result.spans],
@@ -63,7 +63,7 @@ class JoinedVectorEnv(VectorEnv):
         """Where only some of the envs have final observations, the other rows hold the current ones."""
         if not any(result.ended.any() for result in results):
             return {}
-        return _stack([result.final_observation or result.observation for result in results])
+        return self._stack([result.final_observation or result.observation for result in results])
 
     def state(self) -> list[dict[str, Any]]:
         return [slot for env in self.envs for slot in env.state()]
@@ -85,10 +85,9 @@ class JoinedVectorEnv(VectorEnv):
         for env in self.envs:
             env.close()
 
-
-def _stack(parts: Sequence[Observation]) -> Observation:
-    first: dict[str, Any] = {**parts[0]}
-    for key in first:
-        values: list[Any] = [part[key] for part in parts]  # type: ignore[literal-required]
-        first[key] = sum(values, []) if key == "instruction" else np.concatenate(values)
-    return cast(Observation, first)
+    def _stack(self, parts: Sequence[Observation]) -> Observation:
+        first: dict[str, Any] = {**parts[0]}
+        for key in first:
+            values: list[Any] = [part[key] for part in parts]  # type: ignore[literal-required]
+            first[key] = sum(values, []) if key == "instruction" else np.concatenate(values)
+        return cast(Observation, first)

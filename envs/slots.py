@@ -84,7 +84,7 @@ class Slot:
         self.episode_return += reward
         return Step(reward, terminated, truncated, raw.success)
 
-    def record(self, task: str, with_actions: bool) -> Episode:
+    def record(self, env: str, task: str, with_actions: bool) -> Episode:
         return Episode(
             env_id=self.env_id,
             seed=self.seed,
@@ -95,6 +95,7 @@ class Slot:
             success_once=self.success_once,
             success_at_end=self.success_now,
             actions=np.stack(self.actions) if with_actions else None,
+            env=env,
         )
 
 
@@ -223,7 +224,7 @@ class SlotVectorEnv(base.VectorEnv):
     def _record(self, row: int) -> Episode:
         tasks = self.spec.tasks
         name = tasks[self.buffers.task[row]].name if tasks else self.settings.id
-        return self.slots[row].record(name, self.args.record_actions)
+        return self.slots[row].record(self.settings.id, name, self.args.record_actions)
 
     def _full_action(self, action: np.ndarray) -> np.ndarray:
         """The policy's action(s) [..., A] with the fixed dimensions put in."""

@@ -23,6 +23,7 @@ from embodied_rl.sums import Sums
 from embodied_rl.workers.batch import Batch, Gathered, decisions
 from embodied_rl.workers.parity import Gap, disagreement
 from envs.base import EnvSpec
+from envs.wire import plain_spec
 from policies import Policy
 from scheduler.stage import Output
 from scheduler.worker import Worker
@@ -354,6 +355,8 @@ class ActorWorker(Worker):
             "generators": generators,
             "envs": envs,
         }
+        if isinstance(self.spec, EnvSpec):  # a policy server builds the policy from it, without an env
+            state = {**state, "env": plain_spec(self.spec)}
         config = self.config.model_dump(mode="json")
         return save_checkpoint(run_dir, step, parts, state, config, self.config.train.keep_checkpoints)
 

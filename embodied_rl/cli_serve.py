@@ -1,0 +1,90 @@
+"""The commands that serve: envs to trainers, and policies to whoever has observations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def add_serve_commands(app: typer.Typer) -> None:
+    app.command("serve-env", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve_env)
+    app.command("serve-policy")(serve_policy)
+
+
+def serve_env(
+    context: typer.Context,
+    env: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|ENV",
+            help="A recipe, for its env; an id of ManiSkill, LIBERO or gymnasium; or your own class as module:Class.",
+        ),
+    ],
+    bind: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="ipc://PATH or tcp://HOST:PORT (* for any free port).")
+    ] = "tcp://127.0.0.1:*",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="A secret that trainers have to know; needed beyond this machine.", show_default=False),
+    ] = None,
+    venv: Annotated[
+        Path | None, typer.Option(help="Virtual environment to simulate in; default: this one.", show_default=False)
+    ] = None,
+) -> None:
+    """Serve envs to trainers in other processes, virtual environments or machines (their `env.server`).
+
+    Further options, such as --processes or --metrics-port, are those of `python -m envs.server --help`.
+    For example: embodied-rl serve-env libero_spatial --bind ipc:///tmp/libero --venv ../libero-venv
+    """
+    from embodied_rl.faults import print_faults
+    from embodied_rl.serve_env import serve, served_env
+
+    kind, env_id, faults = served_env(env, venv)
+    if faults:
+        print_faults(faults, "the server")
+        raise typer.Exit(2)
+    token = [f"--token-file={token_file}"] if token_file else []
+    raise typer.Exit(serve([kind, env_id, f"--bind={bind}", *token, *context.args], venv))
+
+
+def serve_policy(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT", help="A run directory (its best checkpoint is taken) or a checkpoint."
+        ),
+    ],
+    bind: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any free one.")] = "127.0.0.1:8000",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="A secret that clients give as API key; needed beyond this machine.", show_default=False),
+    ] = None,
+) -> None:
+    """Serve a trained policy over a websocket, to `embodied_rl.policy_client` or to clients of openpi.
+
+    For example: embodied-rl serve-policy runs/maniskill_pushcube_ppo
+    """
+    import asyncio
+
+    from embodied_rl.checkpoint import best_checkpoint, latest_checkpoint
+    from embodied_rl.policy_server import ServedPolicy, run_policy_server
+    from envs.server import require_safe
+    from envs.wire import read_token
+
+    host, _, port = bind.rpartition(":")
+    try:
+        token = read_token(str(token_file)) if token_file else None
+        require_safe(f"tcp://{bind}", token)
+        checkpoint = (best_checkpoint(run) or latest_checkpoint(run)[0]) if (run / "checkpoints").is_dir() else run
+        if checkpoint is None:
+            raise ValueError(f"{run} has no usable checkpoint")
+        policy = ServedPolicy(checkpoint)
+        say = lambda port: typer.echo(f"serving {checkpoint} on ws://{host}:{port}")  # noqa: E731
+        asyncio.run(run_policy_server(policy, host, int(port), token, say))
+    except (ValueError, OSError) as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

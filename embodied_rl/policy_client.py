@@ -1,0 +1,77 @@
+"""Calls a policy server (`embodied-rl serve-policy`, or one of openpi): needs numpy, msgpack and websockets, no torch.
+
+The wire is openpi's: a websocket, on which the server says what it has, and then answers each observation with actions;
+messages are msgpack maps with arrays in them. What lies here runs on a robot's PC as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+from websockets.sync.client import connect
+
+
+class PolicyClient:
+    """A connection to a policy server, such as "ws://127.0.0.1:8000"; `metadata` is what the server says of itself."""
+
+    def __init__(self, address: str, token: str | None = None, timeout_s: float = 60.0) -> None:
+        headers = {"Authorization": f"Api-Key {token}"} if token else None
+        self._timeout_s = timeout_s
+        self._socket = connect(
+            address, compression=None, max_size=None, additional_headers=headers, open_timeout=timeout_s
+        )
+        self.metadata: dict[str, Any] = unpack(self._receive())
+
+    def infer(self, observation: dict[str, Any]) -> dict[str, Any]:
+        """Actions [C, A] under "actions". Raises RuntimeError with what the server did not like.
+
+        Args:
+            observation: `state` [S] float32, `image` [V, H, W, 3] uint8, `instruction`; of several envs with one more
+                dimension in front. openpi's names `observation/state`, `observation/image`, `observation/wrist_image`
+                and `prompt` mean the same.
+        """
+        self._socket.send(pack(observation))
+        answer = self._receive()
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return unpack(answer)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _receive(self) -> Any:
+        return self._socket.recv(timeout=self._timeout_s)
+
+
+def pack(message: Any) -> bytes:
+    """msgpack with arrays as openpi writes them."""
+    return msgpack.packb(message, default=_pack_array)
+
+
+def unpack(data: bytes) -> Any:
+    """Undo `pack`. Raises ValueError for what is no such message."""
+    try:
+        return msgpack.unpackb(data, object_hook=_unpack_array, max_array_len=2**16, max_map_len=2**10)
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise ValueError(f"no message: {error!r}") from None
+
+
+def _pack_array(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
+        raise TypeError(f"{type(value).__name__} {getattr(value, 'dtype', '')} cannot be sent")
+    return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
+
+
+def _unpack_array(value: dict[Any, Any]) -> Any:
+    if b"__ndarray__" not in value and b"__npgeneric__" not in value:
+        return value
+    dtype = np.dtype(value[b"dtype"])
+    if dtype.kind not in "biuf":
+        raise ValueError(f"an array of {dtype}")
+    if b"__npgeneric__" in value:
+        return dtype.type(value[b"data"])
+    return np.frombuffer(value[b"data"], dtype).reshape(value[b"shape"])

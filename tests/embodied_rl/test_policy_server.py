@@ -1,0 +1,123 @@
+"""A policy behind a websocket: the actions that it takes itself, by our client and by bytes as openpi writes them."""
+
+import asyncio
+import http.client
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+import websockets.sync.client
+from websockets.exceptions import InvalidStatus
+
+from embodied_rl.build import build_policy
+from embodied_rl.checkpoint import save_checkpoint
+from embodied_rl.config import Config
+from embodied_rl.policy_client import PolicyClient, pack, unpack
+from embodied_rl.policy_server import ServedPolicy, read_observation, run_policy_server
+from envs.base import ActionSpec, EnvSpec
+from envs.wire import plain_spec
+
+SPEC = EnvSpec(ActionSpec((-1.0, -2.0), (1.0, 2.0)), 4, None, 10, "push", True)
+TOKEN = "a token that is long enough"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = Config(policy={"hidden": [8], "chunk": 3})
+    policy = build_policy(config, SPEC)
+    state = {"env": plain_spec(SPEC)}
+    parts = {"policy": policy.learned_state()}
+    return save_checkpoint(tmp_path_factory.mktemp("run"), 1, parts, state, config.model_dump(mode="json"), 1)
+
+
+@pytest.fixture(scope="module")
+def port(checkpoint: Path) -> Iterator[int]:
+    loop, ports, known = asyncio.new_event_loop(), [], threading.Event()
+
+    def started(port: int) -> None:
+        ports.append(port)
+        known.set()
+
+    served = run_policy_server(ServedPolicy(checkpoint), "127.0.0.1", 0, TOKEN.encode(), started)
+    task = loop.create_task(served)
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(task)
+        except asyncio.CancelledError:
+            return
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert known.wait(20)
+    yield ports[0]
+    loop.call_soon_threadsafe(task.cancel)
+    thread.join(20)
+
+
+def test_the_client_gets_the_policys_own_actions_for_one_env_and_for_several(port: int, checkpoint: Path) -> None:
+    client = PolicyClient(f"ws://127.0.0.1:{port}", TOKEN)
+    assert client.metadata["chunk"] == 3 and client.metadata["action_high"] == [1.0, 2.0]
+    states = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+    with torch.no_grad():
+        right = ServedPolicy(checkpoint).policy.act({"state": torch.from_numpy(states)}, True, None).action.numpy()
+    np.testing.assert_array_equal(client.infer({"state": states})["actions"], right)
+    one = client.infer({"observation/state": states[2], "prompt": "push"})
+    assert one["actions"].shape == (3, 2) and one["server_timing"]["infer_ms"] > 0
+    np.testing.assert_allclose(one["actions"], right[2], rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match=r"state has shape \(3,\); expected \(4,\)"):
+        client.infer({"state": np.zeros(3, np.float32)})
+    assert client.infer({"state": states})["actions"].shape == (5, 3, 2)  # the connection goes on
+    client.close()
+
+
+def test_bytes_as_openpis_client_writes_them_are_understood_and_answered_alike(port: int) -> None:
+    headers = {"Authorization": f"Api-Key {TOKEN}"}
+    with websockets.sync.client.connect(f"ws://127.0.0.1:{port}", additional_headers=headers) as socket:
+        assert msgpack.unpackb(socket.recv())["policy"] == "mlp"
+        array = {b"__ndarray__": True, b"data": np.ones(4).tobytes(), b"dtype": "<f8", b"shape": (4,)}
+        socket.send(msgpack.packb({"observation/state": array, "prompt": "push"}))
+        answer = msgpack.unpackb(socket.recv())["actions"]
+        assert answer[b"dtype"] == "<f4" and answer[b"shape"] == [3, 2] and len(answer[b"data"]) == 24
+        forged = {b"__ndarray__": True, b"data": b"cos\nsystem", b"dtype": "|O", b"shape": (1,)}
+        socket.send(msgpack.packb({"observation/state": forged}))
+        assert "not an observation" in socket.recv()
+
+
+def test_only_those_with_the_token_are_admitted_and_anybody_may_ask_for_its_health(port: int) -> None:
+    for token in (None, "another one"):
+        with pytest.raises(InvalidStatus, match="401"):
+            PolicyClient(f"ws://127.0.0.1:{port}", token)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", "/healthz")
+    assert connection.getresponse().status == 200
+
+
+def test_pictures_are_put_together_as_the_envs_cameras() -> None:
+    spec = EnvSpec(SPEC.action, None, (2, 8, 8, 3), 10, "push", True)
+    table, wrist = np.zeros((8, 8, 3), np.uint8), np.ones((8, 8, 3), np.uint8)
+    seen, is_single = read_observation({"observation/image": table, "observation/wrist_image": wrist}, spec)
+    assert (
+        is_single
+        and seen["image"].shape == (1, 2, 8, 8, 3)
+        and seen["image"].mean(axis=(0, 2, 3, 4)).tolist() == [0, 1]
+    )
+    assert seen["instruction"] == ["push"]
+
+
+def test_messages_survive_the_way_and_the_client_needs_no_torch() -> None:
+    message = {"a": np.arange(6, dtype=np.uint8).reshape(2, 3), "b": [np.float32(0.5), "x"], "c": None}
+    back = unpack(pack(message))
+    np.testing.assert_array_equal(back["a"], message["a"])
+    assert back["b"] == [0.5, "x"] and back["c"] is None
+    with pytest.raises(ValueError, match="no message"):
+        unpack(b"\xc1")
+    program = "import sys, embodied_rl.policy_client; print([m for m in ('torch', 'ray', 'zmq') if m in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "[]"
