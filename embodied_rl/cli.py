@@ -426,11 +426,11 @@ def _prepared(
     run_dir, run_faults = choose_run_dir(config, recipe_name(recipe), resumed)
     faults += run_faults
     faults += preflight(config, run_dir, resume, dry_run, defaulted_keys(faults))
+    needed = [fault for fault in faults if dry_run and fault.obtainable]
+    faults = [fault for fault in faults if fault not in needed]
     if faults := faults or more_faults(config):
         _refuse([*faults, *needed], action)
     if dry_run:
-    needed = [fault for fault in faults if dry_run and fault.obtainable]
-    faults = [fault for fault in faults if fault not in needed]
         from embodied_rl.dry_run import print_dry_run
 
         print_dry_run(config, run_dir, resume, needed)
