@@ -11,12 +11,16 @@ import torch
 from learners import learner, scored
 
 from embodied_rl.sums import Sums
-from reasoning.actor import _samples
+from reasoning.actor import LanguageActor, _samples
 from reasoning.config import ModelConfig
 from reasoning.generate import Generator, Request
 from reasoning.models import LanguageModel
 from reasoning.packing import Sample, cut, token_scores
 from reasoning.samples import Sampling
+from scheduler.cluster import Cluster
+from scheduler.executor import Executor
+from scheduler.flow import Flow
+from scheduler.placement import parse_placement
 
 torch.set_num_threads(1)
 RAGGED = [([5, 6], [[7], [8, 9, 4]]), ([9], [[3, 3], [4], [6, 6, 6, 6]]), ([4, 4, 4], [[5], [5, 8]])]
@@ -133,3 +137,19 @@ def test_adapters_of_a_mixture_of_experts_learn_and_its_log_probs_are_those_of_s
     sampler.load_learned_state(model.learned_state())
     [(_, completions)] = Generator(sampler.network, {1}, 4).generate([Request([5, 6], [1, 2])], Sampling(2, 1.0, 4))
     assert len(completions) == 2
+
+
+def test_two_real_ranks_report_what_one_does_for_ragged_groups() -> None:
+    groups = scored(RAGGED)
+    one = learner("dapo", tiny(), drop_flat_groups=False, minibatches=1)
+    one.config = one.config.model_copy(update={"model": ModelConfig(path="tiny")})
+    alone = one.update(scored(RAGGED)).report["metrics"]
+    with Cluster(cpu_slots=2) as cluster:
+        place = parse_placement("actor: 0-1/1", 2, ["actor"])
+        actor = cluster.start("actor", LanguageActor, place["actor"], one.config)
+        flow = Flow("update")
+        flow.stage(actor.update, flow.source("groups"), gather=True)
+        done = Executor(flow, len(groups)).iterate({"groups": groups})
+    assert len(done.reports["actor.update"]) == 2
+    for report in done.reports["actor.update"]:
+        assert report["metrics"] == pytest.approx(alone, abs=1e-5)

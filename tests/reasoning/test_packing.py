@@ -50,8 +50,10 @@ def test_cutting_loses_no_sample_and_keeps_to_the_budget(groups: list, budget: i
 
 @given(SAMPLES, st.integers(1, 60), st.sampled_from([1.0, 0.7]))
 @settings(max_examples=15, deadline=None)
-def test_log_probs_are_those_of_separate_sequences(groups: list, budget: int, temperature: float) -> None:
-    model, samples = LanguageModel(ModelConfig(path="tiny"), trains=True, seed=0), flat(groups)
+def test_log_probs_are_those_of_separate_sequences(
+    model: LanguageModel, groups: list, budget: int, temperature: float
+) -> None:
+    samples = flat(groups)
     for rows in cut(samples, budget):
         scores = token_scores(model, samples, rows, temperature)
         logprob, entropy, mask = scores.logprob, scores.entropy, scores.mask
@@ -88,9 +90,8 @@ def gradients(actor: LanguageActor, shares: list[list[Group]]) -> tuple[float, l
 @given(SAMPLES, st.integers(1, 60), st.integers(1, 3))
 @settings(max_examples=4, deadline=None)
 def test_micro_batches_and_ranks_change_neither_loss_nor_gradients(
-    name: str, groups: list, budget: int, ranks: int
+    model: LanguageModel, name: str, groups: list, budget: int, ranks: int
 ) -> None:
-    model = LanguageModel(ModelConfig(path="tiny"), trains=True, seed=0)
     data = scored(groups)
     options: dict = {"drop_flat_groups": False, "minibatches": 2}  # old log-probs are computed beforehand
     whole, expected = gradients(learner(name, model, token_budget=10_000, **options), [data])
