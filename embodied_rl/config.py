@@ -103,6 +103,13 @@ class EnvConfig(Section):
     init_states: Literal["sampled", "stored"] = Field(
         default="sampled", description="LIBERO; stored: the initial states that published evaluations use too"
     )
+    held_out_init_states: Annotated[int, Field(ge=0, lt=50)] = Field(
+        default=0,
+        description="LIBERO; stored initial states of each task that evaluations begin from, and training never",
+    )
+    cameras: Annotated[int, Field(ge=1, le=2)] = Field(
+        default=2, description="LIBERO; 1: images of the table alone, which take half as long; 2: and of the wrist"
+    )
     image_size: Annotated[int, Field(ge=16, le=1024)] = Field(
         default=128, description="pixels, square; ManiSkill's scenes on the Bridge table have 640 x 480"
     )
@@ -154,13 +161,6 @@ class OpenVLAConfig(Section):
     prompt: Literal["openvla", "openvla-v01"] = "openvla"
     prompt_length: Positive = Field(default=64, description="tokens that prompts are filled up to")
     lanczos: bool = Field(default=False, description="resize images by TensorFlow's Lanczos filter first")
-    held_out_init_states: Annotated[int, Field(ge=0, lt=50)] = Field(
-        default=0,
-        description="LIBERO; stored initial states of each task that evaluations begin from, and training never",
-    )
-    cameras: Annotated[int, Field(ge=1, le=2)] = Field(
-        default=2, description="LIBERO; 1: images of the table alone, which take half as long; 2: and of the wrist"
-    )
     center_crop: bool = Field(default=False, description="show the middle 90 % of the image")
     view: Annotated[int, Field(ge=0)] = Field(default=0, description="which camera is shown")
     dtype: Literal["float32", "bfloat16"] | None = Field(default=None, description="of the network; default: as stored")
