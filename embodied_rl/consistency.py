@@ -85,7 +85,7 @@ def _env_counts(config: Config) -> Iterator[Finding]:
         hint = f"nearest valid: {nearest_divisors(block, share)}; or env.num_envs {near_envs}"
         yield (*cut, "deterministic", "inference_block"), Fault("inference_block", block, f"does not divide {of}", hint)
     mixed = len(env_parts(config.env))
-    if mixed * (group if grpo else 1) > share:
+    if mixed > 1 and mixed * (group if grpo else 1) > share:
         problem = f"{mixed} envs or servers to share among, and {of}" + (f", in groups of {group}" if grpo else "")
         fault = Fault("env.mix" if config.env.mix else "env.server", None, problem, "a greater env.num_envs")
         yield (*cut, "env.mix", "env.server", "algorithm.name", "algorithm.group_size"), fault
