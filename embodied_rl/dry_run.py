@@ -62,7 +62,7 @@ def make_plan(config: Config, devices: tuple[int, Literal["cpu", "gpu"]] | None 
         processes=processes,
         envs_per_process=math.ceil(envs / processes),
         chunk_steps=config.chunk_steps,
-        batch=config.chunk_steps * config.env.num_envs,
+        batch=config.rollout.epochs * config.chunk_steps * config.env.num_envs,
         optimiser_steps=config.algorithm.epochs * config.algorithm.minibatches,
     )
 
@@ -108,10 +108,10 @@ def vla_estimate(config: Config, vla: VLA, plan: Plan) -> list[tuple[str, float,
     else:
         step, steps = math.ceil(config.sft.batch / actors), config.sft.steps
     micro_batch = min(config.algorithm.micro_batch or step, step)
-    found = vla.memory_of_one.scaled(envs, micro_batch)
+    found = vla.memory(envs, micro_batch)
     rate, bandwidth = ASSUMED_DEVICE[plan.device_kind]
     backward = (1 if vla.settings.lora or vla.settings.adapter else 2) + vla.settings.gradient_checkpointing
-    calls = plan.chunk_steps * streams / rollouts
+    calls = config.rollout.epochs * plan.chunk_steps * streams / rollouts
     passes = ACTION_TOKENS if vla.kind == "openvla" else 1  # token by token, or all at once
     rollout_s = calls * (envs * found.flops / rate + passes * found.parameters / bandwidth)
     update_s = steps * step * (1 + backward) * found.flops / rate

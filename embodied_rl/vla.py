@@ -71,11 +71,17 @@ class VLA:
         """Names of the modules that would have an adapter."""
         return _module(self.kind).adapted_modules(self.read_config(), self.settings)
 
-    @functools.cached_property
-    def memory_of_one(self) -> MemoryEstimate:
-        """Of acting in one env, and of learning from one sample at a time."""
-        memory = importlib.import_module(f"policies.{self.kind}.memory")
-        return memory.estimate_memory(self.read_config(), self.settings, 1, 1, self.settings.prompt_length)
+    def memory(self, envs: int, micro_batch: int) -> MemoryEstimate:
+        """Of acting in so many envs at once, and of learning from so many samples at once."""
+        of_one = _memory_of_one_env(self, micro_batch)
+        return replace(of_one, keys_values=envs * of_one.keys_values)
+
+
+@functools.cache
+def _memory_of_one_env(vla: VLA, micro_batch: int) -> MemoryEstimate:
+    """Takes seconds; a dry run asks for several numbers of envs."""
+    memory = importlib.import_module(f"policies.{vla.kind}.memory")
+    return memory.estimate_memory(vla.read_config(), vla.settings, 1, micro_batch, vla.settings.prompt_length)
 
 
 def _module(kind: str) -> ModuleType:

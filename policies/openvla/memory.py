@@ -54,10 +54,6 @@ class MemoryEstimate:
         """Of a rollout."""
         return self.parameters + self.keys_values
 
-    def scaled(self, batch: int, micro_batch: int) -> MemoryEstimate:
-        """Of an estimate for one env and one sample: that for so many of them."""
-        return replace(self, activations=micro_batch * self.activations, keys_values=batch * self.keys_values)
-
 
 def estimate_memory(
     config: OpenVLAConfig,

@@ -155,7 +155,7 @@ def test_weights_of_the_published_sizes_are_to_be_given_and_a_dry_run_does_witho
     config = Config(
         env={**ENV, "num_envs": 64},
         policy={"kind": "openvla_oft", "chunk": 8, "openvla_oft": oft},
-        rollout={"steps": 80, "pipeline_stages": 1},
+        rollout={"steps": 40, "epochs": 2, "pipeline_stages": 1},
         algorithm={"micro_batch": 8, "epochs": 1},
         cluster={"cpu_slots": 2},
     )
@@ -164,7 +164,9 @@ def test_weights_of_the_published_sizes_are_to_be_given_and_a_dry_run_does_witho
     assert fault.obtainable
     print_dry_run(config, Path("runs/one"), False, [fault])
     said = capsys.readouterr().out
-    assert "Still needed" in said and "openvla-oft-7b stands for" in said and "policy.openvla_oft.checkpoint=DIR" in said
+    assert (
+        "Still needed" in said and "openvla-oft-7b stands for" in said and "policy.openvla_oft.checkpoint=DIR" in said
+    )
     assert "1 GPU   actor" in said and "8 GPUs  actor" in said and "do not fit" in said, "all weights and Adam in 80 GB"
     found = {name: float(re.findall(rf"  {name} +([\d.]+) (?:GB|s) ", said)[0]) for name in ("rollout", "acting")}
     assert found["rollout"] == pytest.approx(15.1, abs=0.1), "nothing is cached"
