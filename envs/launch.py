@@ -41,6 +41,7 @@ class ServerProcess:
                 [python, "-m", "envs.server", *arguments, "--parent", str(theirs)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
+                bufsize=0,  # so that a line that was not read is one that can be waited for
                 pass_fds=[theirs],
                 env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
             )
