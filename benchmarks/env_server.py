@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -82,14 +83,16 @@ class JsonEnv:
             [sys.executable, __file__, "--serve-json", ",".join(options)], stdout=subprocess.PIPE, text=True
         )
         assert self._process.stdout is not None
-        self._socket = connect(f"ws://127.0.0.1:{self._process.stdout.readline().strip()}", max_size=None)
+        address = f"ws://127.0.0.1:{self._process.stdout.readline().strip()}"
+        self._open = ExitStack()
+        self._socket = self._open.enter_context(connect(address, max_size=None))
 
     def chunk_step(self, actions: np.ndarray) -> dict[str, np.ndarray]:
         self._socket.send(json.dumps({"actions": as_json(actions)}))
         return {key: of_json(value) for key, value in json.loads(self._socket.recv()).items()}
 
     def close(self) -> None:
-        self._socket.close()
+        self._open.close()
         self._process.kill()
         self._process.wait()
 

@@ -6,6 +6,7 @@ messages are msgpack maps with arrays in them. What lies here runs on a robot's 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import msgpack
@@ -19,9 +20,9 @@ class PolicyClient:
     def __init__(self, address: str, token: str | None = None, timeout_s: float = 60.0) -> None:
         headers = {"Authorization": f"Api-Key {token}"} if token else None
         self._timeout_s = timeout_s
-        self._socket = connect(
-            address, compression=None, max_size=None, additional_headers=headers, open_timeout=timeout_s
-        )
+        self._open = ExitStack()
+        options: dict[str, Any] = {"compression": None, "max_size": None, "open_timeout": timeout_s}
+        self._socket = self._open.enter_context(connect(address, additional_headers=headers, **options))
         self.metadata: dict[str, Any] = unpack(self._receive())
 
     def infer(self, observation: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +40,7 @@ class PolicyClient:
         return unpack(answer)
 
     def close(self) -> None:
-        self._socket.close()
+        self._open.close()
 
     def _receive(self) -> Any:
         return self._socket.recv(timeout=self._timeout_s)
