@@ -282,13 +282,19 @@ def collect(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Directory of the dataset.", show_default=False)],
-    episodes: Annotated[int, typer.Option(min=1, help="Episodes that the dataset shall hold.")] = 200,
+    episodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Episodes that the dataset shall hold; as sft.episodes.", show_default="200"),
+    ] = None,
     noise: Annotated[
-        float,
+        float | None,
         typer.Option(
-            min=0, max=1, help="Standard deviation of what disturbs each executed action (the gripper's excepted)."
+            min=0,
+            max=1,
+            help="Standard deviation of what disturbs each executed action (the gripper's excepted); as sft.noise.",
+            show_default="0",
         ),
-    ] = 0.0,
+    ] = None,
     jpeg: Annotated[bool, typer.Option("--jpeg", help="JPEG images: smaller than PNG, and lossy.")] = False,
     keep_failures: Annotated[bool, typer.Option("--keep-failures", help="Keep episodes without success too.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the dataset in this directory.")] = False,
@@ -296,7 +302,7 @@ def collect(
     """Collect demonstrations by scripted experts.
 
     The actions in the dataset are what the expert would do. With --noise, what is done differs from them, so that the
-    dataset also shows how to recover (DART, Laskey et al. 2017).
+    dataset also shows how to recover (DART, Laskey et al. 2017). A slow teacher: sft.speed=0.5.
 
     For example: embodied-rl collect PickCube-v1 --episodes 200 --out demos/pickcube --noise 0.1
     """
@@ -309,17 +315,19 @@ def collect(
         from embodied_rl.recipe import EMBODIED
 
         recipe, *overrides = words
+        options = {"sft.episodes": episodes, "sft.noise": noise}
+        overrides += [f"{key}={value}" for key, value in options.items() if value is not None]
         config, faults = EMBODIED.read(recipe_for(recipe), overrides)
         faults += environment_faults(config, False, defaulted_keys(faults))
         faults = faults or collect_faults(config, out, resume)
         if faults:
             _refuse(faults, "the collection")
         try:
-            writer = DemonstrationWriter(out, dataset_settings(config, noise, "jpeg" if jpeg else "png", keep_failures))
+            writer = DemonstrationWriter(out, dataset_settings(config, "jpeg" if jpeg else "png", keep_failures))
         except (DatasetError, OSError) as error:
             _refuse([Fault("--out", str(out), str(error))], "the collection")
         command = shlex.join(["embodied-rl", *sys.argv[1:], *([] if resume else ["--resume"])])
-        raise typer.Exit(start(config, episodes, writer, command))
+        raise typer.Exit(start(config, config.sft.episodes, writer, command))
 
 
 @app.command()

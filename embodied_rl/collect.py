@@ -40,7 +40,7 @@ def recipe_for(word: str) -> str | dict[str, Any]:
     return {"env": {"id": word, "control_mode": CONTROL_MODE, "observation": ["state", "image"]}}
 
 
-def dataset_settings(config: Config, noise: float, image_format: str, keep_failures: bool) -> dict[str, Any]:
+def dataset_settings(config: Config, image_format: str, keep_failures: bool) -> dict[str, Any]:
     """What decides the content of a dataset, for its `dataset.json`. Raises EnvError where there is no expert."""
     env = env_settings(config.env)
     gripper = make_expert(expert_env(env)).gripper
@@ -48,7 +48,8 @@ def dataset_settings(config: Config, noise: float, image_format: str, keep_failu
     return {
         "env": asdict(env),
         "seed": config.seed,
-        "noise": noise,
+        "noise": config.sft.noise,
+        "speed": config.sft.speed,
         "image_format": image_format if "image" in env.observation else None,
         "keep_failures": keep_failures,
         "gripper": shown.index(gripper) if gripper in shown else None,
@@ -146,7 +147,7 @@ def _collect(config: Config, episodes: int, writer: DemonstrationWriter) -> None
 def _work(config: Config, writer: DemonstrationWriter, tasks: SimpleQueue, results: SimpleQueue) -> None:
     """A thread with an env process of its own: runs the episodes that it is told to."""
     try:
-        demonstrator = _Demonstrator(config, writer.settings["noise"])
+        demonstrator = _Demonstrator(config)
         try:
             for number in iter(tasks.get, None):
                 info, trajectory = demonstrator.run(number, writer.settings["keep_failures"])
@@ -162,9 +163,9 @@ def _work(config: Config, writer: DemonstrationWriter, tasks: SimpleQueue, resul
 class _Demonstrator:
     """An env process and the expert that drives it."""
 
-    def __init__(self, config: Config, noise: float) -> None:
+    def __init__(self, config: Config) -> None:
         recorded = env_settings(config.env)
-        self._noise, self._seed, self._recorded = noise, config.seed, recorded.observation
+        self._settings, self._seed, self._recorded = config.sft, config.seed, recorded.observation
         observed = tuple(dict.fromkeys(("state", *recorded.observation)))  # experts act from states
         settings = expert_env(replace(recorded, observation=observed))
         self._expert = make_expert(settings)
@@ -218,8 +219,9 @@ class _Demonstrator:
     def _act(self, state: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """The expert's action, and the one to execute: disturbed, except for the gripper."""
         action = self._expert.act(state)
-        noise = generator.normal(0.0, self._noise, action.shape)
-        noise[self._expert.gripper] = 0.0
+        moves = np.arange(len(action)) != self._expert.gripper
+        action = np.where(moves, self._settings.speed * action, action).astype(np.float32)
+        noise = np.where(moves, generator.normal(0.0, self._settings.noise, action.shape), 0.0)
         executed = np.clip(action + noise, -1, 1).astype(np.float32)
         return action[self._free], executed[self._free]
 

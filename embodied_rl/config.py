@@ -172,6 +172,10 @@ class OpenVLAConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     value_position: Literal["first", "last", "mean"] = Field(default="first", description="hidden state that is valued")
     value_hidden: tuple[Positive, ...] = (512, 128)
+    value_detached: bool = Field(default=False, description="what the critic learns does not move the rest")
+    value_of_state: bool = Field(
+        default=False, description="the critic reads the state of the env, which the policy does not see"
+    )
     lora_rank: Positive | None = Field(default=None, description="of adapters, trained in place of the network")
     lora_alpha: Annotated[float, Field(gt=0)] = Field(default=16.0, description="adapters count alpha / rank")
     lora_targets: tuple[str, ...] = Field(
@@ -304,6 +308,13 @@ class SFTConfig(Section):
     """Supervised fine-tuning by `embodied-rl sft`; learning rate and micro-batches are those of `algorithm`."""
 
     data: str | None = Field(default=None, min_length=1, description="directory of demonstrations, as --data")
+    episodes: Positive = Field(default=200, description="demonstrations that `embodied-rl collect` makes")
+    noise: Fraction = Field(
+        default=0.0, description="standard deviation of what disturbs each action there (the gripper's excepted)"
+    )
+    speed: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="what the scripted expert's actions there are multiplied by (the gripper's excepted)"
+    )
     batch: Positive = Field(default=64, description="demonstrated decisions in one optimiser step")
     steps: Positive = Field(default=50, description="optimiser steps in one iteration")
     held_out: Annotated[float, Field(gt=0, lt=1)] = Field(

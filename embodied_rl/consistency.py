@@ -33,6 +33,7 @@ def consistency_faults(config: Config, defaulted: Collection[str] = ()) -> list[
         _critic_and_filter,
         _evaluation,
         _observation,
+        _critic_of_state,
         _policy,
         _simulator_keys,
         _placement,
@@ -201,6 +202,13 @@ def _observation(config: Config) -> Iterator[Finding]:
     if not set(needed) <= set(seen):
         problem = f"the {kind} policy sees {' and '.join(needed.values())}"
         yield keys, Fault("env.observation", seen, problem, f"nearest valid: [{', '.join(needed)}]")
+
+
+def _critic_of_state(config: Config) -> Iterator[Finding]:
+    options, kind = config.policy.vla, config.policy.kind
+    if options is not None and options.value_of_state and "state" not in config.env.observation:
+        fault = Fault(f"policy.{kind}.value_of_state", True, "no state is observed", "env.observation=[state, image]")
+        yield ("env.observation", "policy.kind", f"policy.{kind}.value_of_state"), fault
 
 
 def _policy(config: Config) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from policies.base import Observation, Policy, PolicyOutput, PolicySettings
 from policies.noise import SlotNoise
+from policies.running_statistics import RunningStatistics
 
 
 class MLPPolicy(Policy):
@@ -20,9 +21,6 @@ class MLPPolicy(Policy):
 
     action_middle: Tensor
     action_half: Tensor
-    observation_count: Tensor
-    observation_mean: Tensor
-    observation_var: Tensor
 
     def __init__(self, settings: PolicySettings) -> None:
         super().__init__()
@@ -42,10 +40,7 @@ class MLPPolicy(Policy):
         self.register_buffer("action_half", (high - low) / 2, persistent=False)
         self.normalises: bool = options["normalise_observations"]
         self.statistics_of = ("state",) if self.normalises else ()
-        self.clip: float = options["observation_clip"]
-        self.register_buffer("observation_count", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("observation_mean", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("observation_var", torch.ones(size, dtype=torch.float64))
+        self.statistics = RunningStatistics(size, options["observation_clip"])
 
     def act(self, observation: Observation, deterministic: bool, generator: SlotNoise | None) -> PolicyOutput:
         features = self._features(observation)
@@ -76,32 +71,14 @@ class MLPPolicy(Policy):
         return self.critic(self._features(observation)).squeeze(-1)
 
     def observe(self, observation: Observation, valid: Tensor) -> None:
-        """Merge the statistics of valid observations into the running mean and variance (Chan et al., 1983)."""
-        if not self.normalises:
-            return
-        states = observation["state"][valid].double()
-        count = len(states)
-        if count == 0:
-            return
-        total = self.observation_count + count
-        delta = states.mean(0) - self.observation_mean
-        spread = (
-            self.observation_var * self.observation_count
-            + states.var(0, unbiased=False) * count
-            + delta**2 * self.observation_count * count / total
-        )
-        self.observation_mean += delta * count / total
-        self.observation_var.copy_(spread / total)
-        self.observation_count.copy_(total)
+        if self.normalises:
+            self.statistics.observe(observation["state"], valid)
 
     # ------------------------------------------------------------------------------------------ pieces
 
     def _features(self, observation: Observation) -> Tensor:
         state = observation["state"]
-        if not self.normalises:
-            return state
-        std = (self.observation_var + 1e-6).sqrt().clamp(min=1e-2).float()
-        return ((state - self.observation_mean.float()) / std).clamp(-self.clip, self.clip)
+        return self.statistics(state) if self.normalises else state
 
     def _log_std(self) -> Tensor:
         return self.log_std.clamp(-5.0, 2.0)

@@ -18,9 +18,9 @@ take_recipe() {
     arguments=("$@")
 }
 
-# collect_demonstrations RECIPE DIRECTORY: EPISODES episodes of a scripted expert; goes on with what is there.
+# collect_demonstrations RECIPE DIRECTORY: as many as the recipe says; goes on with what is there.
 collect_demonstrations() {
-    "$embodied_rl" collect "$1" --episodes "$EPISODES" --noise 0.1 --out "$2" $([ -e "$2" ] && echo --resume)
+    "$embodied_rl" collect "$1" --out "$2" $([ -e "$2" ] && echo --resume)
 }
 
 # warm_start_of RECIPE: the recipe that makes what this one starts from, where there is one: X_sft for X_ppo and X_grpo.

@@ -4,14 +4,13 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 recipe="maniskill_openvla_tiny_sft"
-EPISODES="${EPISODES:-400}"
 
 if wants_help "$@"; then
     cat <<HELP
-usage: [EPISODES=$EPISODES] [DATA=DIR] bash scripts/sft_maniskill.sh [RECIPE] [key=value…] [option…]
+usage: [DATA=DIR] bash scripts/sft_maniskill.sh [RECIPE] [key=value…] [option…]
 
 Installs what is missing (scripts/setup.sh), then runs
-  embodied-rl collect RECIPE --episodes EPISODES --noise 0.1 --out DATA    (goes on with what is there)
+  embodied-rl collect RECIPE --out DATA    (goes on with what is there)
   embodied-rl sft RECIPE key=value… option… --data DATA
 RECIPE is the name of a file in embodied_rl/recipes or a path to a YAML file; the default is $recipe.
 DATA is by default demonstrations/RECIPE.

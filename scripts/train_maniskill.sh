@@ -3,16 +3,15 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 recipe="maniskill_pushcube_ppo"
-EPISODES="${EPISODES:-400}"
 
 if wants_help "$@"; then
     cat <<HELP
-usage: [EPISODES=$EPISODES] bash scripts/train_maniskill.sh [RECIPE] [key=value…] [option…]
+usage: bash scripts/train_maniskill.sh [RECIPE] [key=value…] [option…]
 
 Installs what is missing (scripts/setup.sh), then runs: embodied-rl train RECIPE key=value… option…
 RECIPE is the name of a file in embodied_rl/recipes or a path to a YAML file; the default is $recipe.
-Where there is a recipe X_sft beside X_ppo or X_grpo, it is run first, on EPISODES demonstrations of a scripted expert, and
-the training starts from what it has learned (runs/X_sft/pretrained, which is kept).
+Where there is a recipe X_sft beside X_ppo or X_grpo, it is run first, on demonstrations of a scripted expert, and the
+training starts from what it has learned (runs/X_sft/pretrained, which is kept).
 
   bash scripts/train_maniskill.sh                              a push task from state, on any machine
   bash scripts/train_maniskill.sh maniskill_openvla_tiny_ppo   a tiny OpenVLA: demonstrations, fine-tuning, then PPO

@@ -411,13 +411,13 @@ def test_train_scripts_make_a_missing_warm_start_first_and_begin_from_it(install
     begins = "policy.openvla_oft.checkpoint=runs/task_sft/pretrained"
 
     def calls(script: str, *arguments: str) -> list[str]:
-        done = installed.run(script, *arguments, EPISODES="7")
+        done = installed.run(script, *arguments)
         assert done.returncode == 0, done.stderr
         return [call.removeprefix("embodied-rl ") for call in installed.calls("embodied-rl ")]
 
     assert calls("train_libero.sh", "task_grpo", "--dry-run") == ["train task_grpo --dry-run"]
     assert calls("train_libero.sh", "task_ppo", "seed=1") == [
-        "collect task_sft --episodes 7 --noise 0.1 --out demonstrations/task_sft",
+        "collect task_sft --out demonstrations/task_sft",
         "sft task_sft --data demonstrations/task_sft",
         f"train task_ppo {begins} seed=1",
     ]

@@ -36,7 +36,7 @@ from policies.openvla.processor import Processor
 from policies.openvla.prompts import PromptTokenizer
 from policies.openvla.settings import OpenVLASettings
 from policies.sampling import Sampling
-from policies.value_head import ValueHead
+from policies.value_head import StateValue, ValueHead
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -79,11 +79,18 @@ class ActionTokenPolicy(Policy):
         if settings.unnorm_key is not None:
             _ = self.statistics  # an unknown name is told before the weights are read
         self.network = self._make_network()
-        self.critic = self._make_critic()
+        self.critic: ValueHead | StateValue = self._make_critic()
         self.adapted = prepare_training(self.network, settings)
         if settings.compile is not None:
             for layer in self.network.language_model.model.layers:
                 layer.compile(backend=settings.compile, dynamic=True)
+
+    def read_states(self, state_size: int | None) -> None:
+        """Take a critic of the env's state; see `value_of_state`. Raises ValueError if the env has none to read."""
+        if state_size is None:
+            raise ValueError("value_of_state needs `state`, which this env does not provide")
+        self.critic = StateValue(state_size, actions=self._make_critic().actions)
+        self.statistics_of = ("state",)
 
     @functools.cached_property
     def statistics(self) -> ActionStatistics:
@@ -97,13 +104,23 @@ class ActionTokenPolicy(Policy):
     # ------------------------------------------------------------------------------------------ contract
 
     def prepare(self, observation: Observation) -> Observation:
-        return self.processor(observation)
+        prepared = self.processor(observation)
+        return {**prepared, "state": observation["state"]} if self.statistics_of else prepared
+
+    def value(self, observation: Observation) -> Tensor:
+        if isinstance(self.critic, StateValue):
+            return self.critic(observation["state"])
+        return self.critic(self._valued(self._read(observation)))
+
+    def observe(self, observation: Observation, valid: Tensor) -> None:
+        if isinstance(self.critic, StateValue):
+            self.critic.statistics.observe(observation["state"], valid)
 
     @torch.no_grad()
     def act(self, observation: Observation, deterministic: bool, generator: SlotNoise | None) -> PolicyOutput:
         context = self._read(observation)
         ids, _ = self.generate(context, deterministic, generator)
-        logprob, _, value = self._score(context, ids)
+        logprob, _, value = self._score(context, ids, observation)
         token = self._chunked(ids)
         return PolicyOutput(self._command(self.tokens.decode(token)), token, self._chunked(logprob), value)
 
@@ -112,7 +129,7 @@ class ActionTokenPolicy(Policy):
         if token.shape[1:] != (self.chunk, size) or self.tokens.outside(token).any():
             expected = f"action ids of the shape [N, {self.chunk}, {size}]"
             raise ValueError(f"tokens {list(token.shape)}: expected {expected}")
-        logprob, entropy, value = self._score(self._read(observation), token.flatten(1))
+        logprob, entropy, value = self._score(self._read(observation), token.flatten(1), observation)
         return self._chunked(logprob), self._chunked(entropy), value
 
     def tokenise(self, action: Tensor) -> Tensor:
@@ -164,12 +181,17 @@ class ActionTokenPolicy(Policy):
     def _states(self, context: Context, ids: Tensor) -> Tensor:
         """Hidden states that predict each of the ids, [N, C * A, D]."""
 
-    def _score(self, context: Context, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @abstractmethod
+    def _valued(self, context: Context) -> Tensor:
+        """Hidden states of which the critic reads some, before anything is decided."""
+
+    def _score(self, context: Context, ids: Tensor, observation: Observation) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob and entropy [N, C * A] among action ids, and value."""
         states = self._states(context, ids)
         log_p = self.sampling.log_probabilities(self.network.language_model.logits(states, self.tokens.ids))
         logprob = log_p.gather(-1, (ids - self.tokens.ids.start)[..., None]).squeeze(-1)
-        return logprob, -(log_p.exp() * log_p).sum(-1), self.critic(states)
+        value = self.critic(observation["state"] if isinstance(self.critic, StateValue) else states)
+        return logprob, -(log_p.exp() * log_p).sum(-1), value
 
     def _prompt(self, inputs: Observation) -> tuple[Tensor, Tensor]:
         """Ids of the prompts, and which are no pads, [N, L] each."""
@@ -223,7 +245,8 @@ class ActionTokenPolicy(Policy):
         )
 
     def _make_critic(self) -> ValueHead:
-        return ValueHead(self.config.text.hidden_size, self.settings.value_hidden, self.settings.value_position)
+        width, settings = self.config.text.hidden_size, self.settings
+        return ValueHead(width, settings.value_hidden, settings.value_position, detached=settings.value_detached)
 
     @property
     def _dtype(self) -> torch.dtype:

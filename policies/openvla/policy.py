@@ -18,6 +18,7 @@ from policies.openvla.config import OpenVLAConfig
 from policies.openvla.model import Context, OpenVLA
 from policies.openvla.presets import PRESETS, preset_config
 from policies.openvla.settings import OpenVLASettings
+from policies.value_head import ValueHead
 
 
 def load(checkpoint: str | Path, **options: Any) -> OpenVLAPolicy:
@@ -56,26 +57,23 @@ def build(settings: PolicySettings) -> OpenVLAPolicy:
     """The policy for an env; options are `checkpoint` and the fields of `OpenVLASettings`.
 
     Raises:
-        ValueError: the env's actions are discrete, or come in chunks. And as `load`.
+        ValueError: the env's actions are discrete, or come in chunks, or it has no state to read. And as `load`.
     """
     options = dict(settings.options)
     if settings.num_choices is not None or settings.chunk != 1:
         raise ValueError("OpenVLA decides on one continuous action at a time: chunk must be 1")
     checkpoint = options.pop("checkpoint")
     config = read_config(checkpoint, len(settings.action_low))
-    return OpenVLAPolicy(checkpoint, OpenVLASettings.from_options(options), config)
+    policy = OpenVLAPolicy(checkpoint, OpenVLASettings.from_options(options), config)
+    if policy.settings.value_of_state:
+        policy.read_states(settings.state_size)
+    return policy
 
 
 class OpenVLAPolicy(ActionTokenPolicy):
     """Reads one view. Shapes: C = 1."""
 
     network: OpenVLA
-
-    def value(self, observation: Observation) -> Tensor:
-        context = self._read(observation)
-        if self.critic.position == "first":
-            return self.critic(context.hidden[:, -1:])
-        return self.critic(self._states(context, self.generate(context, deterministic=True, generator=None)[0]))
 
     def generate(self, context: Context, deterministic: bool, generator: SlotNoise | None) -> tuple[Tensor, Tensor]:
         size = len(self.statistics.low)
@@ -93,6 +91,11 @@ class OpenVLAPolicy(ActionTokenPolicy):
     def _read(self, observation: Observation) -> Context:
         inputs = self.prepare(observation)
         return self.network.read(*self._prompt(inputs), self._pixels(inputs))
+
+    def _valued(self, context: Context) -> Tensor:
+        if isinstance(self.critic, ValueHead) and self.critic.position == "first":
+            return context.hidden[:, -1:]
+        return self._states(context, self.generate(context, deterministic=True, generator=None)[0])
 
     def _states(self, context: Context, ids: Tensor) -> Tensor:
         return torch.cat([context.hidden[:, -1:], self.network.extend(context, ids[:, :-1]).hidden], dim=1)

@@ -10,7 +10,7 @@ from policies.openvla.config import OpenVLAConfig
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_ACTION_BINS = 256
+_ACTION_BINS = 32  # a small model sees too few examples of each of the published 256
 _FIRST_ACTION_CHARACTER = 0x4E00  # single characters that no instruction holds and that never merge
 
 _SPECIAL, _SPACE = ("<unk>", "<s>", "</s>"), "▁"

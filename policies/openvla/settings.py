@@ -40,7 +40,9 @@ class OpenVLASettings:
         gradient_checkpointing: recompute activations in the backward pass.
         compile: backend of `torch.compile` for the language model's layers, such as `inductor`; None: not compiled.
         temperature, top_k, top_p: see `Sampling`.
-        value_position, value_hidden: see `ValueHead`.
+        value_position, value_hidden, value_detached: see `ValueHead`.
+        value_of_state: the critic reads `state`, which the policy does not; see `StateValue`. Of the other options of
+            the critic, `value_hidden` applies.
         lora: adapters to train; everything but them and the value head is then frozen.
         adapter: directory of a stored adapter to go on from, instead of `lora`.
         frozen: parts that are not trained.
@@ -67,6 +69,8 @@ class OpenVLASettings:
     top_p: float | None = None
     value_position: ValuePosition = "first"
     value_hidden: tuple[int, ...] = (512, 128)
+    value_detached: bool = False
+    value_of_state: bool = False
     lora: LoRASettings | None = None
     adapter: str | None = None
     frozen: tuple[Part, ...] = ()

@@ -92,7 +92,10 @@ def build(settings: PolicySettings) -> OpenVLAOFTPolicy:
     if own.proprioception and settings.state_size is None:
         raise ValueError("proprioception reads `state`, which this env does not provide")
     config = read_config(checkpoint, len(settings.action_low), settings.state_size or 0, own.layout)
-    return OpenVLAOFTPolicy(checkpoint, own, config)
+    policy = OpenVLAOFTPolicy(checkpoint, own, config)
+    if own.value_of_state:
+        policy.read_states(settings.state_size)
+    return policy
 
 
 class OpenVLAOFTPolicy(ActionTokenPolicy):
@@ -133,7 +136,7 @@ class OpenVLAOFTPolicy(ActionTokenPolicy):
             raise ValueError("the l1 head has no distribution to sample from; act deterministically")
         context = self._read(observation)
         action = self.network.action_head(context.hidden).float()
-        return PolicyOutput(self._command(action), action, torch.zeros_like(action), self.critic(context.hidden))
+        return PolicyOutput(self._command(action), action, torch.zeros_like(action), self.value(observation))
 
     def evaluate(self, observation: Observation, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._require_tokens()
@@ -142,9 +145,6 @@ class OpenVLAOFTPolicy(ActionTokenPolicy):
     def tokenise(self, action: Tensor) -> Tensor:
         self._require_tokens()
         return super().tokenise(action)
-
-    def value(self, observation: Observation) -> Tensor:
-        return self.critic(self._read(observation).hidden)
 
     def generate(self, context: Context, deterministic: bool, generator: SlotNoise | None) -> tuple[Tensor, Tensor]:
         logits = self.network.language_model.logits(context.hidden, self.tokens.ids)
@@ -162,6 +162,9 @@ class OpenVLAOFTPolicy(ActionTokenPolicy):
         state = self._state(inputs["state"]) if self.settings.proprioception else None
         slots = self.chunk * len(self.statistics.low)
         return self.network.read(*self._prompt(inputs), self._pixels(inputs), slots, state)
+
+    def _valued(self, context: Context) -> Tensor:
+        return context.hidden
 
     def _states(self, context: Context, ids: Tensor) -> Tensor:
         return context.hidden
@@ -218,7 +221,8 @@ class OpenVLAOFTPolicy(ActionTokenPolicy):
 def make_critic(config: OpenVLAConfig, settings: OpenVLAOFTSettings) -> ValueHead:
     """The value head that the settings ask for."""
     actions = settings.chunk if settings.value_of == "action" else None
-    return ValueHead(config.text.hidden_size, settings.value_hidden, settings.value_position, actions)
+    width, position = config.text.hidden_size, settings.value_position
+    return ValueHead(width, settings.value_hidden, position, actions, settings.value_detached)
 
 
 def module_sizes(config: OpenVLAConfig, settings: OpenVLAOFTSettings) -> tuple[int, int]:

