@@ -80,6 +80,7 @@ class LanguageActor(ActorWorker):
         if config.algorithm.kl_coef and not self.policy.has_adapters:
             self.reference_model = copy.deepcopy(self.policy).requires_grad_(False)
         self.warms_up = False
+        self.spec = None  # type: ignore[assignment]
         self.waiting: list[Group] = []  # of this iteration, until enough of them can be learned from
         self.accumulated: tuple[Sums, dict[str, Tensor]] | None = None
         if self.world_size > 1:

@@ -17,6 +17,8 @@ from typing import Any
 from reasoning.config import MathConfig
 from scheduler.flow import Flow
 
+ELASTIC_CALLS = 8  # of `actor.accumulate` in an iteration: single groups would make small batches
+
 
 def training_flow(config: MathConfig, sampler: Any, judge: Any, actor: Any) -> Flow:
     """One iteration; the sampler takes its prompts at once and fills its batch with them by itself."""
@@ -28,7 +30,7 @@ def training_flow(config: MathConfig, sampler: Any, judge: Any, actor: Any) -> F
     if config.algorithm.kl_coef:
         scored = flow.stage(actor.refer, scored)
     if config.algorithm.elastic:
-        scored = flow.stage(actor.accumulate, scored)
+        scored = flow.stage(actor.accumulate, scored, granularity=max(1, config.sampling.prompts // ELASTIC_CALLS))
     weights = flow.stage(actor.update, scored, gather=True)
     flow.stage(sampler.load_weights, weights, gather=True, broadcast=True)
     return flow

@@ -36,7 +36,7 @@ def overrides(values: dict[str, Any]) -> list[str]:
 def run(directory: Path, iterations: int, resume: bool = False, **more: Any) -> Path:
     config, faults = load_recipe("tiny_addition", overrides({**SMALL, "train.iterations": iterations, **more}))
     assert not faults
-    assert train(config, directory, resume, "embodied-rl math train tiny_addition") == 0
+    assert train(config, directory, resume, "embodied-rl train tiny_addition") == 0
     return directory
 
 
