@@ -17,7 +17,7 @@ from typing import Any
 from reasoning.config import MathConfig
 from scheduler.flow import Flow
 
-ELASTIC_CALLS = 8  # of `actor.accumulate` in an iteration: single groups would make small batches
+ELASTIC_CALLS = 8  # at least, of `actor.accumulate` in an iteration: single groups would make small batches
 
 
 def training_flow(config: MathConfig, sampler: Any, judge: Any, actor: Any) -> Flow:
@@ -30,7 +30,9 @@ def training_flow(config: MathConfig, sampler: Any, judge: Any, actor: Any) -> F
     if config.algorithm.kl_coef:
         scored = flow.stage(actor.refer, scored)
     if config.algorithm.elastic:
-        scored = flow.stage(actor.accumulate, scored, granularity=max(1, config.sampling.prompts // ELASTIC_CALLS))
+        prompts = config.sampling.prompts
+        size = next(size for size in range(max(1, prompts // ELASTIC_CALLS), 0, -1) if prompts % size == 0)
+        scored = flow.stage(actor.accumulate, scored, granularity=size)
     weights = flow.stage(actor.update, scored, gather=True)
     flow.stage(sampler.load_weights, weights, gather=True, broadcast=True)
     return flow
