@@ -253,6 +253,9 @@ class AlgorithmConfig(Section):
     lr: Annotated[float, Field(gt=0)] = 3e-4
     value_lr: Annotated[float, Field(gt=0)] | None = Field(default=None, description="default: lr")
     lr_schedule: Literal["constant", "linear"] = "constant"
+    lr_warmup: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="iterations, after `critic_warmup`, in which the rate rises; the critic's does not wait"
+    )
     epochs: Positive = Field(default=4, description="passes over each iteration's batch")
     minibatches: Positive = Field(default=4, description="optimiser steps in each pass")
     micro_batch: Positive | None = Field(

@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,7 @@ class RemotePool:
         self._socket = self._connect()
         self._monitor = self._socket.get_monitor_socket()
         self._handshakes = {"begun": 0, "done": 0}
+        self._refused = False  # libzmq does not try again then
         self._silent_s = 0.0
         self._ended = threading.Event()
         try:
@@ -158,7 +160,8 @@ class RemotePool:
 
     def _say(self, message: dict[str, Any]) -> None:
         frames = wire.pack({"protocol": wire.PROTOCOL, "session": self._key, **message})
-        self._socket.send_multipart(frames, copy=True)
+        with suppress(zmq.Again):  # there is no connection: what is not answered is asked again
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
 
     def _listen(self) -> None:
         """Take in a message, or ask whether the server is there. Raises EnvError once it was silent for too long."""
@@ -256,7 +259,8 @@ class RemotePool:
             event = recv_monitor_message(self._monitor)["event"]
             self._handshakes["begun"] += event == zmq.EVENT_CONNECTED
             self._handshakes["done"] += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        if self._handshakes["begun"] < 3 or self._handshakes["done"]:
+            self._refused |= event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        if not self._refused and (self._handshakes["begun"] < 3 or self._handshakes["done"]):
             return ""
         return "it has another token" if self._token else "it refuses the connection: does it need a token?"
 
@@ -265,7 +269,8 @@ class RemotePool:
         socket = self._connect()
         while not self._ended.wait(ALIVE_S):
             message = {"protocol": wire.PROTOCOL, "session": self._key, "op": "alive"}
-            socket.send_multipart(wire.pack(message))
+            with suppress(zmq.Again):
+                socket.send_multipart(wire.pack(message), zmq.NOBLOCK)
             while socket.poll(0):
                 socket.recv_multipart()
         socket.close(linger=0)

@@ -75,6 +75,7 @@ class ActorWorker(Worker):
                 "params": [p for name, p in named if name.startswith(CRITIC) is critic],
                 "lr": rate,
                 "base_lr": rate,
+                "is_critic": critic,
             }
             for critic, rate in rates.items()
         ]
@@ -153,7 +154,7 @@ class ActorWorker(Worker):
         if algorithm.name == "ppo":
             variance = self._explained_variance(batch.value, batch.returns, batch.counts)
             sums.add("losses/explained_variance", variance)
-        self._set_learning_rate(iteration)
+        self._set_learning_rate(iteration, self._risen(iteration))
         count = int(self._total(torch.tensor(len(batch))))
         sums.add("losses/samples", count)
         sums.add("losses/learning_rate", self.optimizer.param_groups[0]["lr"])
@@ -204,11 +205,19 @@ class ActorWorker(Worker):
         if problem := disagreement(logprob, take(rollout.logprob), take(rollout.valid), slots):
             raise RuntimeError(problem)
 
-    def _set_learning_rate(self, iteration: int) -> None:
+    def _set_learning_rate(self, iteration: int, risen: float = 1.0) -> None:
+        """By the schedule; that of all but the critic is multiplied by `risen` too."""
         algorithm = self.config.algorithm
         left = 1.0 if algorithm.lr_schedule == "constant" else 1.0 - iteration / self.config.train.iterations
         for group in self.optimizer.param_groups:
-            group["lr"] = group["base_lr"] * left
+            group["lr"] = group["base_lr"] * left * (1.0 if group.get("is_critic") else risen)
+
+    def _risen(self, iteration: int) -> float:
+        """How far the learning rate has risen. Adam knows no scale of the gradients at first: its first steps would be
+        the largest of all, just when a cloned policy has most to lose."""
+        algorithm = self.config.algorithm
+        learned = max(iteration - algorithm.critic_warmup, 0) + 1
+        return min(1.0, learned / (algorithm.lr_warmup + 1))
 
     def _optimise(self, batch: Batch, sums: Sums) -> None:
         algorithm = self.config.algorithm

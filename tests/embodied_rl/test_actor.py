@@ -177,6 +177,14 @@ def test_a_linear_schedule_falls_with_the_iteration_and_not_with_the_number_of_c
         assert learn(actor, rollout(actor), 25)["losses/learning_rate"] == pytest.approx(0.75e-3)
 
 
+def test_the_learning_rate_rises_after_the_critic_s_warm_up_and_the_critic_s_does_not_wait() -> None:
+    actor = make_actor(critic_warmup=2, lr_warmup=3, lr=1e-3, value_lr=1e-2)
+    found = [learn(actor, rollout(actor), iteration)["losses/learning_rate"] for iteration in range(2, 7)]
+    assert found == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+    learn(actor, rollout(actor), 2)
+    assert [group["lr"] for group in actor.optimizer.param_groups] == pytest.approx([0.25e-3, 1e-2])
+
+
 class TestGroups:
     """GRPO: one advantage for each env's episode."""
 
