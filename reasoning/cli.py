@@ -37,12 +37,17 @@ def train(words: list[str], resume: bool, dry_run: bool, command: str) -> int:
     return start(config, run_dir, resume, command)
 
 
+EVERYTHING = 1_000_000
+
+
 def evaluate(words: list[str], benchmark: str, samples: int, temperature: float, out: Path | None) -> int:
     """Measure accuracy: pass@1, avg@k, maj@k and pass@k. A run directory stands for the model that it ended with."""
     recipe, *overrides = words
     pretrained = Path(recipe) / "pretrained"
-    overrides = [f"data.test={benchmark}", "evaluation.problems=1000000", "data.test_size=1000000", *overrides]
-    overrides += [f"model.path={pretrained}", "model.lora_rank=null"] if pretrained.is_dir() else []
+    whole = {"data.test": benchmark, "evaluation.problems": EVERYTHING, "data.test_size": EVERYTHING}
+    whole |= {"model.path": pretrained, "model.lora_rank": "null"} if pretrained.is_dir() else {}
+    given = {override.partition("=")[0] for override in overrides}
+    overrides += [f"{key}={value}" for key, value in whole.items() if key not in given]
     config, faults = load_recipe(recipe, overrides)
     if samples > 1 and temperature == 0:
         faults.append(Fault("--temperature", 0, "all samples would be equal", "one sample, or a temperature above 0"))

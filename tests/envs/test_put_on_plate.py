@@ -280,6 +280,10 @@ def stand_in(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     (package / "assets/carrot/more_carrot/model_db.json").touch()
     (package / "__init__.py").write_text("import plate_stand_in")
     monkeypatch.syspath_prepend(tmp_path)
+    from mani_skill.utils import assets as sources
+
+    for source in sources.DATA_SOURCES.values():  # what was imported before keeps the folder of then
+        monkeypatch.setattr(source, "output_dir", assets)
     simulator = {"sim_freq": 50, "control_freq": 5, "object_set": "test"}
     env = make(EnvSettings("maniskill", f"foreign_scenes:{MAIN.id}", observation=("image",), simulator=simulator))
     yield env  # type: ignore[misc]

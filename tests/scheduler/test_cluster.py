@@ -180,8 +180,12 @@ def test_a_killed_driver_takes_its_processes_along_and_its_memory_is_removed_by_
     for agent in alive(agents):
         agent.kill()
     assert driver.shared_memory(processes)
-    remove_orphans()
-    assert not driver.shared_memory(processes)
+
+    def is_removed() -> bool:  # by the next, once what was killed is gone
+        remove_orphans()
+        return not driver.shared_memory(processes)
+
+    assert wait_until(is_removed), driver.shared_memory(processes)
 
 
 # ---------------------------------------------------------------------------------------------- several nodes
