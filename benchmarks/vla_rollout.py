@@ -44,6 +44,7 @@ SETTINGS: dict[str, Any] = {
     "algorithm": {"name": "grpo", "group_size": 4, "epochs": 1, "minibatches": 1},
     "cluster": {"cpu_slots": 2},
     "deterministic": True,
+    "inference_block": 4,
 }  # fmt: skip
 
 
