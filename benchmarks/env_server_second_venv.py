@@ -1,6 +1,6 @@
 """LIBERO from a second virtual environment, with other NumPy and MuJoCo: the same episodes, the same training.
 
-    python benchmarks/env_server_second_venv.py --venv /tmp/libero-venv --python python3.12
+    python benchmarks/env_server_second_venv.py --venv ../libero-venv --python python3.12
 
 Makes the environment if it is not there. The scripted expert runs the same episodes in this process's pool and on a
 server under the other interpreter; then a policy is trained in both. Printed are both sides' versions and results, and

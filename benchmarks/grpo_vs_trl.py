@@ -1,7 +1,7 @@
 """GRPO by TRL's GRPOTrainer and by this project: samples per second, and the loss and gradients on one batch.
 
-    pip install --target /tmp/trl --no-deps trl datasets dill xxhash multiprocess pandas httpx
-    PYTHONPATH=/tmp/trl python benchmarks/grpo_vs_trl.py
+    pip install --target ../trl --no-deps trl datasets dill xxhash multiprocess pandas httpx
+    PYTHONPATH=../trl python benchmarks/grpo_vs_trl.py
 
 TRL is installed for this only. Both get the same Llama of 4.8 M parameters with random weights, the same prompts of 6
 to 9 characters, 8 completions of each of 8 prompts in a step, 32 tokens in each (the token that would end one cannot be
