@@ -165,7 +165,7 @@ class RemotePool:
 
     def _listen(self) -> None:
         """Take in a message, or ask whether the server is there. Raises EnvError once it was silent for too long."""
-        if self._socket.poll(round(ASK_AGAIN_S * 1000)):
+        with suppress(zmq.Again):  # nothing came within ASK_AGAIN_S
             frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
             self._silent_s = 0.0
             try:
@@ -235,7 +235,7 @@ class RemotePool:
     def _connect(self) -> zmq.Socket:
         socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         options = {zmq.MAXMSGSIZE: wire.MAX_FRAME, zmq.LINGER: 1000, zmq.RECONNECT_IVL_MAX: 1000}
-        options |= {zmq.HEARTBEAT_IVL: 5000, zmq.HEARTBEAT_TIMEOUT: 30_000}
+        options |= {zmq.HEARTBEAT_IVL: 5000, zmq.HEARTBEAT_TIMEOUT: 30_000, zmq.RCVTIMEO: round(ASK_AGAIN_S * 1000)}
         for option, value in options.items():
             socket.setsockopt(option, value)
         if self._token is not None:
@@ -328,7 +328,8 @@ class RemoteVectorEnv(VectorEnv):
         reply = self.pool.wait(self._step)
         self._step = None
         self._adopt(reply)
-        value, lost = reply["value"], np.array(reply["value"]["lost"], bool)
+        value, lost = reply["value"], np.zeros(self.num_envs, bool)
+        lost[value["lost"]] = True
         episodes = [Episode(**episode) for episode in value["episodes"]]
         result = self.buffers.result(self.spec.instructions, episodes, lost)
         shift = 0.0 if self.is_shared else time.monotonic() - reply["now"]  # another machine's clock
@@ -367,7 +368,7 @@ class RemoteVectorEnv(VectorEnv):
         self._lost |= running
         if in_flight and self._step is not None:
             self._step.reply = {
-                "value": {"episodes": [], "lost": self._lost.copy(), "spans": []},
+                "value": {"episodes": [], "lost": np.flatnonzero(self._lost), "spans": []},
                 "now": time.monotonic(),
             }
             self._lost[:] = False

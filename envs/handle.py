@@ -34,6 +34,7 @@ class ProcessHandle:
 
     def __init__(self, number: int, timeout_s: float) -> None:
         self.number = number
+        self.is_lost = False
         self.answers: dict[int, deque[tuple[bool, Any]]] = {}
         ours, theirs = socket.socketpair()
         limit = struct.pack("ll", int(timeout_s) + 1, 0)
@@ -72,11 +73,17 @@ class ProcessHandle:
         stderr = self.popen.stderr
         return [self.connection.fileno(), *([stderr.fileno()] if stderr and not self._stderr_closed else [])]
 
+    def take_in(self) -> None:
+        """Read all that has come, without waiting."""
+        try:
+            while self._take_in(0):
+                pass
+        except ProcessLost:
+            self.is_lost = True  # `receive` tells how
+
     def peek(self, key: int) -> bool | None:
-        """Whether the next answer for one set is a success; None: it has not come. Raises ProcessLost."""
-        queue = self.answers.setdefault(key, deque())
-        while not queue and self._take_in(0):
-            pass
+        """Whether the next answer for one set is a success; None: it was not taken in yet."""
+        queue = self.answers.get(key)
         return queue[0][0] if queue else None
 
     def receive(self, key: int, timeout: float) -> Any:

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -86,6 +86,11 @@ class EnvPool:
             raise EnvError(f"the rendering process {lost}") from None
         finally:
             process.kill()
+
+    def take_in(self) -> None:
+        """Read what the processes have answered, without waiting."""
+        for process in self.processes:
+            process.take_in()
 
     def replace(self, number: int, why: str) -> None:
         """Start a process anew, with its envs. Raises EnvError when it keeps dying."""
@@ -196,18 +201,15 @@ class PooledVectorEnv(VectorEnv):
             self.failures[number] = 0
         return episodes, lost, spans
 
-    def progress(self) -> Literal["running", "answered", "failed"]:
-        """How it stands with the chunk step in flight; finishing one that failed takes the replacement of a process."""
-        if not self._stepping:
-            raise RuntimeError("progress without a chunk step in flight")
-        asked = [self.pool.processes[number] for number in self.used if self._asked[number] is not None]
-        try:
-            outcomes = [process.peek(self.key) for process in asked]
-        except ProcessLost:
-            return "failed"
-        if False in outcomes:
-            return "failed"
-        return "running" if None in outcomes else "answered"
+    def awaited(self) -> ProcessHandle | None:
+        """The first process whose answer to the chunk step in flight was not taken in yet."""
+        processes = (self.pool.processes[number] for number in self.used)
+        return next((process for process in processes if process.peek(self.key) is None), None)
+
+    def has_failed(self) -> bool:
+        """Whether finishing the chunk step in flight, as far as it was taken in, takes the replacement of a process."""
+        processes = [self.pool.processes[number] for number in self.used]
+        return any(process.is_lost or process.peek(self.key) is False for process in processes)
 
     def go_on(self, numbers: np.ndarray, lost: np.ndarray) -> None:
         """Take the place of a set that was lost as a whole, before any other call.

@@ -37,6 +37,7 @@ from envs.wire import WireError
 
 logger = logging.getLogger(__name__)
 KEPT_REPLIES = 64  # of each session, for a client whose connection broke before it had them
+MAX_QUEUED = 256  # requests of a session that wait for others
 WINDOW = 1024  # how far apart the numbers of requests in flight may be
 OUTCOME = ("reward", "terminated", "truncated", "valid", "state", "image", "task", "episode_number", "running")
 FINAL = ("final_state", "final_image", "final_task")
@@ -122,12 +123,13 @@ class EnvServer:
         os.eventfd_write(self._wake, 1)
 
     def _watched(self, parent: int | None) -> list[Any]:
-        """What something may be read from: sockets, wake-up, env processes whose answers are waited for."""
+        """What something may be read from: sockets, wake-up, the env process that each chunk step waits for next."""
         things: list[Any] = [self._router, self._monitor, self._wake]
         things += [thing for thing in (self._gate, parent) if thing is not None]
         for session in self.sessions.values():
-            if session.stepping and session.job is None and session.pool is not None:
-                things += [descriptor for process in session.pool.processes for descriptor in process.descriptors]
+            for which in session.stepping if session.job is None else ():
+                if (process := session.sets[which].awaited()) is not None:
+                    things += process.descriptors
         return things
 
     def _decide(self) -> None:
@@ -143,23 +145,21 @@ class EnvServer:
     # ------------------------------------------------------------------------------------------ messages
 
     def _receive(self) -> None:
-        """Take in what has come; what is no message of the protocol is counted and forgotten."""
-        for _ in range(256):
-            try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self.counts["messages"] += 1
-            try:
-                self._take(identity, wire.unpack(frames))
-            except (WireError, KeyError, TypeError, ValueError) as error:
-                self.counts["malformed"] += 1
-                logger.debug("a malformed message: %r", error)
+        """Take in a message; what is none of the protocol is counted and forgotten."""
+        identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+        self.counts["messages"] += 1
+        try:
+            self._take(identity, wire.unpack(frames))
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            self.counts["malformed"] += 1
+            logger.debug("a malformed message: %r", error)
 
     def _take(self, identity: bytes, message: dict[str, Any]) -> None:
         key, op = message["session"], message["op"]
         if not isinstance(key, bytes) or len(key) != 16 or not isinstance(op, str):
             raise WireError("no session or no request")
+        if not isinstance(message["protocol"], int) or not isinstance(message.get("set", 0), int):
+            raise WireError("no protocol's number, or none of a set")
         if message["protocol"] != wire.PROTOCOL:
             self.counts["refused"] += 1
             self._refuse(identity, message, f"the server speaks protocol {wire.PROTOCOL}, not {message['protocol']}")
@@ -183,13 +183,17 @@ class EnvServer:
             self._pong(session, message["awaiting"])
             return
         number = message["number"]
-        newest = max(session.seen, default=0)
-        if not isinstance(number, int) or number > newest + WINDOW or op not in (*Work.OPS, "step", "close"):
+        if not isinstance(number, int) or number > session.newest + WINDOW or op not in (*Work.OPS, "step", "close"):
             raise WireError(f"request {op}")
-        if number in session.seen or number < newest - WINDOW:
+        if number in session.seen or number < session.newest - WINDOW:
             self.counts["replayed"] += 1
             return
-        session.seen = {one for one in session.seen if one > number - WINDOW} | {number}
+        if len(session.queue) >= MAX_QUEUED:  # who pings is told that it never came
+            self.counts["refused"] += 1
+            return
+        session.seen.add(number)
+        session.seen.difference_update(range(session.newest - WINDOW, number - WINDOW))
+        session.newest = max(session.newest, number)
         session.identity = identity
         session.queue.append((number, message))
 
@@ -248,6 +252,8 @@ class EnvServer:
         work = self._work(session)
         while session.queue and session.job is None:
             number, request = session.queue.popleft()
+            if request["op"] == "drop" and (step := session.stepping.pop(request.get("set", 0), None)):
+                self._answer(session, step[0], {"error": "its envs were dropped", "kind": "EnvError"}, None)
             if request["op"] == "close":
                 session.closing = True
                 self._start(session, number, None, work.close)
@@ -258,18 +264,23 @@ class EnvServer:
             else:
                 which = request.get("set") if request["op"] in ("reset", "restore", "make") else None
                 self._start(session, number, which, partial(work.OPS[request["op"]], work, request))
-        for which, (number, begun) in list(session.stepping.items()) if session.job is None else ():
+        if session.stepping and session.job is None and session.pool is not None:
+            session.pool.take_in()
+            self._finish_chunks(session, session.pool.timeout_s, work)
+
+    def _finish_chunks(self, session: Session, timeout_s: float, work: Work) -> None:
+        """Answer the chunk steps that are done; those that failed or take too long are finished by a thread."""
+        for which, (number, begun) in list(session.stepping.items()):
             env = session.sets[which]
-            progress = env.progress()
-            if progress == "running" and time.monotonic() - begun < env.pool.timeout_s:
+            is_running, has_failed = env.awaited() is not None, env.has_failed()
+            if is_running and not has_failed and time.monotonic() - begun < timeout_s:
                 continue
             del session.stepping[which]
-            if progress == "answered":
-                reply = work.tried(partial(work.finish, env))
-                self._answer(session, number, reply, None if which in session.shared else env)
-            else:
+            if is_running or has_failed:
                 self._start(session, number, which, partial(work.finish, env))
                 return
+            reply = work.tried(partial(work.finish, env))
+            self._answer(session, number, reply, None if which in session.shared else env)
 
     def _work(self, session: Session) -> Work:
         return Work(self.kind, self.id, self.limits, self.counts, session)

@@ -59,7 +59,8 @@ class Session:
     stepping: dict[int, tuple[int, float]] = field(default_factory=dict)  # set: (request, when it was begun)
     queue: deque[tuple[int, dict[str, Any]]] = field(default_factory=deque)
     job: tuple[int, int | None, Future] | None = None  # request, set, what a thread does
-    seen: set[int] = field(default_factory=set)
+    seen: set[int] = field(default_factory=set)  # numbers of requests, from the newest's window
+    newest: int = 0
     replies: OrderedDict[int, list[Any]] = field(default_factory=OrderedDict)
     closing: bool = False
 
@@ -76,7 +77,7 @@ class Work:
             return job()
         except EnvError as error:
             return {"error": str(error), "kind": "EnvError"}
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        except Exception as error:  # a request may bring about any; it is its sender's, and ends no server
             logger.warning("a request failed:\n%s", traceback.format_exc())
             return {"error": str(error) if isinstance(error, ValueError) else repr(error), "kind": "ValueError"}
 
@@ -123,8 +124,9 @@ class Work:
     def finish(self, env: PooledVectorEnv) -> dict[str, Any]:
         episodes, lost, spans = env.finish_chunk()
         self.counts["chunks"] += 1
-        self.counts["env_steps"] += int(env.buffers.valid.sum())
-        return {"value": {"episodes": [vars(episode) for episode in episodes], "lost": lost, "spans": spans}}
+        self.counts["env_steps"] += int(np.count_nonzero(env.buffers.valid))
+        rows = np.flatnonzero(lost).tolist()
+        return {"value": {"episodes": [vars(episode) for episode in episodes], "lost": rows, "spans": spans}}
 
     def reset(self, request: dict[str, Any]) -> dict[str, Any]:
         self._set(request).reset(request["rows"], request["seeds"], request["init_state_ids"])

@@ -1,6 +1,8 @@
 """Env servers: the same contract over a socket, sessions that know nothing of each other, and uninvited guests."""
 
 import itertools
+import os
+import signal
 import socket
 import threading
 import time
@@ -318,6 +320,41 @@ def test_whatever_bytes_come_a_message_is_refused_by_one_error(frames: list[byte
     except wire.WireError:
         return
     assert isinstance(message, dict)
+
+
+def test_requests_that_are_wrong_in_ways_of_their_own_end_no_server(server: EnvServer) -> None:
+    pool = connect(server)
+    env = pool.vector_env(TOY, range(2))
+    env.reset()
+    for op, fields in (
+        ("reset", {"set": [1], "rows": [0], "seeds": None, "init_state_ids": None}),
+        ("make", {**env.description(), "set": 9, "numbers": [2**64 - 1, 0]}),
+    ):
+        pool.send(op, **fields)
+    deep = b"\x91" * 1000 + b"\x01"  # lists in lists
+    parts = {"session": bytes(16), "op": "open", "number": 1}
+    pool._socket.send(b"\x84" + msgpack.packb("protocol") + deep + msgpack.packb(parts)[1:])
+    assert env.chunk_step(actions(env, 1)).valid.all()
+    pool.close()
+
+
+def test_envs_may_be_dropped_while_a_chunk_of_theirs_is_run(server: EnvServer) -> None:
+    pool = connect(server)
+    env, other = pool.vector_env(TOY, range(2)), pool.vector_env(TOY, range(2))
+    env.reset()
+    other.reset()
+    processes = [pid for session in server.sessions.values() if session.pool for pid in session.pool.pids]
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
+    env.chunk_step_async(actions(env, 1))
+    other.chunk_step_async(actions(other, 1))
+    env.close()
+    for pid in processes:
+        os.kill(pid, signal.SIGCONT)
+    assert other.chunk_step_wait().valid.all()
+    with pytest.raises(EnvError, match="dropped"):
+        env.chunk_step_wait()
+    pool.close()
 
 
 def test_raw_bytes_and_oversized_frames_end_only_their_own_connection(server: EnvServer, dealer: zmq.Socket) -> None:
