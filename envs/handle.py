@@ -53,9 +53,10 @@ class ProcessHandle:
         self._said, self._stderr_closed = b"", False
         self._verdict: str | None = None
         theirs.close()
-        self.connection = Connection(ours.detach())
+        self._descriptor = ours.detach()
+        self.connection = Connection(self._descriptor)
         self._poller = select.poll()
-        self._poller.register(self.connection.fileno(), select.POLLIN)
+        self._poller.register(self._descriptor, select.POLLIN)
         self._poller.register(self.popen.stderr.fileno(), select.POLLIN)
 
     def send(self, *command: Any) -> None:
@@ -71,13 +72,12 @@ class ProcessHandle:
     def descriptors(self) -> list[int]:
         """Something can be read from one of these when the process has answered, spoken or died."""
         stderr = self.popen.stderr
-        return [self.connection.fileno(), *([stderr.fileno()] if stderr and not self._stderr_closed else [])]
+        return [self._descriptor, *([stderr.fileno()] if stderr and not self._stderr_closed else [])]
 
     def take_in(self) -> None:
-        """Read all that has come, without waiting."""
+        """Read the first of what has come, without waiting."""
         try:
-            while self._take_in(0):
-                pass
+            self._take_in(0)
         except ProcessLost:
             self.is_lost = True  # `receive` tells how
 
@@ -111,8 +111,8 @@ class ProcessHandle:
     def _take_in(self, timeout: float) -> bool:
         """Read an answer, or what it said, if one comes in time; whether anything did. Raises ProcessLost."""
         try:
-            ready = [descriptor for descriptor, _ in self._poller.poll(timeout * 1000)]
-            if self.connection.fileno() in ready:
+            ready = dict(self._poller.poll(timeout * 1000))
+            if self._descriptor in ready:
                 answered, ok, payload = self.connection.recv()
                 self.answers.setdefault(answered, deque()).append((ok, payload))
             elif ready:

@@ -125,8 +125,8 @@ class Work:
         episodes, lost, spans = env.finish_chunk()
         self.counts["chunks"] += 1
         self.counts["env_steps"] += int(np.count_nonzero(env.buffers.valid))
-        rows = np.flatnonzero(lost).tolist()
-        return {"value": {"episodes": [vars(episode) for episode in episodes], "lost": rows, "spans": spans}}
+        value = {"episodes": [vars(episode) for episode in episodes], "lost": lost.nonzero()[0].tolist()}
+        return {"value": {**value, "spans": spans}}
 
     def reset(self, request: dict[str, Any]) -> dict[str, Any]:
         self._set(request).reset(request["rows"], request["seeds"], request["init_state_ids"])
