@@ -207,7 +207,7 @@ def compare_losses(directory: Path, name: str) -> tuple[float, float, float]:
     batch = actor._learnable(groups, Sums())
     batch.old = batch.sampler
     totals, ours = actor._denominators(batch), 0.0
-    for rows in cut(batch.samples, actor.config.algorithm.token_budget):
+    for rows in actor._cut(batch.samples):
         part = actor._share_of_loss(batch, totals, Sums(), rows)
         part.backward()
         ours += float(part.detach())

@@ -91,7 +91,8 @@ class LanguageActor(ActorWorker):
         rates = {lr: [p for p in self.policy.network.parameters() if p.requires_grad]}
         rates.setdefault(self.config.algorithm.value_lr, []).extend(critic)
         groups = [{"params": parameters, "lr": rate, "base_lr": rate} for rate, parameters in rates.items()]
-        return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=self.config.algorithm.weight_decay)
+        decay = self.config.algorithm.weight_decay
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=decay, fused=True)
 
     # ------------------------------------------------------------------------------------------ warm start
 
@@ -110,7 +111,7 @@ class LanguageActor(ActorWorker):
             count = self._total(torch.tensor(sum(len(sample.completion) for sample in samples), dtype=torch.float32))
             self.optimizer.zero_grad()
             loss = torch.zeros(())
-            for rows in cut(samples, self.config.algorithm.token_budget):
+            for rows in self._cut(samples):
                 part = -token_scores(self.policy, samples, rows, 1.0).logprob.sum() / count
                 part.backward()
                 loss = loss + part.detach().cpu()
@@ -266,7 +267,7 @@ class LanguageActor(ActorWorker):
         """Log-probs of each sample's completion, on the CPU, in the order of the samples; and values, with a critic."""
         found: dict[int, Tensor] = {}
         values: dict[int, Tensor] = {}
-        for rows in cut(samples, self.config.algorithm.token_budget):
+        for rows in self._cut(samples):
             scores = token_scores(model, samples, rows, self.config.sampling.temperature)
             for place, number in enumerate(number for row in rows for number in row.numbers):
                 length = len(samples[number].completion)
@@ -306,8 +307,11 @@ class LanguageActor(ActorWorker):
         sums.add("losses/grad_norm", float(self._reduce_and_clip_gradients()))
         self.optimizer.step()
 
+    def _cut(self, samples: list[Sample]) -> list[list[Row]]:
+        return cut(samples, self.config.algorithm.token_budget, self.policy.network.config.hidden_size)
+
     def _backward(self, minibatch: _Batch, totals: dict[str, Tensor], sums: Sums) -> None:
-        for rows in cut(minibatch.samples, self.config.algorithm.token_budget):
+        for rows in self._cut(minibatch.samples):
             self._share_of_loss(minibatch, totals, sums, rows).backward()
 
     def _denominators(self, minibatch: _Batch) -> dict[str, Tensor]:

@@ -3,12 +3,13 @@
     prompt | completion 1 | completion 2 | ...
 
 Each token attends to the prompt and to its own completion, at the positions that it would have alone. So a group costs
-its prompt once, and log-probs and gradients are those of separate sequences. The head of the network, which is large,
-only sees the positions that predict a completion's token.
+its prompt once, and log-probs and gradients are those of separate sequences. The last token of a completion predicts
+nothing and is left out. The head of the network, which is large, only sees the positions that predict.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from reasoning.models import LanguageModel
 
-SHARED = 3  # completions share a row until they are together so many times as long as their prompt
+PADDING = 1 / 8  # of the budget of tokens, at most
 
 
 @dataclass(frozen=True)
@@ -39,27 +40,41 @@ class Row:
     length: int
 
 
-def cut(sequences: Sequence[Sample], budget: int) -> list[list[Row]]:
-    """Micro-batches of rows of like length, each of at most `budget` padded tokens (or of one row)."""
+def cut(sequences: Sequence[Sample], budget: int, hidden: int) -> list[list[Row]]:
+    """Micro-batches of rows of like length, each of at most `budget` padded tokens (or of one row).
+
+    Args:
+        hidden: width of the network, which decides how much attention costs beside all else.
+    """
     batches: list[list[Row]] = []
-    for row in sorted(_rows(sequences), key=lambda row: row.length):
-        if not batches or row.length * (len(batches[-1]) + 1) > budget:
+    tokens = 0  # of the last batch
+    for row in sorted(_rows(sequences, hidden), key=lambda row: row.length):
+        padded = row.length * (len(batches[-1]) + 1) if batches else 0
+        if not batches or padded > budget or padded - tokens - row.length > PADDING * budget:
             batches.append([])
+            tokens = 0
         batches[-1].append(row)
+        tokens += row.length
     return batches
 
 
-def _rows(sequences: Sequence[Sample]) -> Iterator[Row]:
+def _rows(sequences: Sequence[Sample], hidden: int) -> Iterator[Row]:
+    """Completions share a row while that saves more by their prompt than it costs by attention to each other.
+
+    A row of T tokens costs T (1 + T / 6 hidden): the weights of a layer have 12 hidden^2 elements, attention over T costs
+    as much as 2 T hidden more. By completion that is least where T - prompt = sqrt(prompt (6 hidden + prompt)).
+    """
     by_group: dict[int, list[int]] = {}
     for number, sequence in enumerate(sequences):
         by_group.setdefault(sequence.group, []).append(number)
     for numbers in by_group.values():
         prompt = len(sequences[numbers[0]].prompt)
+        room = math.sqrt(prompt * (6 * hidden + prompt))
         row, length = list[int](), 0
         for number in numbers:
             row.append(number)
-            length += len(sequences[number].completion)
-            if length >= SHARED * prompt:
+            length += len(sequences[number].completion) - 1
+            if length >= room:
                 yield Row(row, prompt + length)
                 row, length = [], 0
         if row:
@@ -95,12 +110,12 @@ def token_scores(model: LanguageModel, sequences: Sequence[Sample], rows: Sequen
         ids[place, :end], positions[place, :end], segments[place, :end] = torch.tensor(prompt), torch.arange(end), 0
         for segment, number in enumerate(row.numbers, start=1):
             completion = sequences[number].completion
-            span = slice(end, end + len(completion))
-            ids[place, span], segments[place, span] = torch.tensor(completion), segment
-            positions[place, span] = torch.arange(len(prompt), len(prompt) + len(completion))
-            predictors = [len(prompt) - 1, *range(end, end + len(completion) - 1)]
+            span = slice(end, end + len(completion) - 1)
+            ids[place, span], segments[place, span] = torch.tensor(completion[:-1]), segment
+            positions[place, span] = torch.arange(len(prompt), len(prompt) + len(completion) - 1)
+            predictors = [len(prompt) - 1, *range(end, span.stop)]
             at += [(count, token, place, where, completion[token]) for token, where in enumerate(predictors)]
-            end += len(completion)
+            end = span.stop
             count += 1
     table = torch.tensor(at, device=device)
     seen = _visible(segments).to(device)

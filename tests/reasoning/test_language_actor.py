@@ -121,7 +121,7 @@ def test_adapters_of_a_mixture_of_experts_learn_and_its_log_probs_are_those_of_s
 ) -> None:
     model = tiny(path=mixture, lora_rank=2)
     samples = [Sample(n, prompt, c) for n, (prompt, completions) in enumerate(RAGGED) for c in completions]
-    for rows in cut(samples, 40):
+    for rows in cut(samples, 40, 128):
         scores = token_scores(model, samples, rows, 1.0)
         for place, number in enumerate(n for row in rows for n in row.numbers):
             prompt, completion = samples[number].prompt, samples[number].completion

@@ -13,7 +13,7 @@ from embodied_rl.sums import Sums
 from reasoning.actor import LanguageActor, _samples
 from reasoning.config import ModelConfig
 from reasoning.models import LanguageModel
-from reasoning.packing import Sample, cut, token_scores
+from reasoning.packing import Row, Sample, cut, token_scores
 from reasoning.samples import Group
 
 TOKENS = st.integers(3, 40)
@@ -38,23 +38,34 @@ def flat(groups: list[tuple[list[int], list[list[int]]]]) -> list[Sample]:
     return [Sample(n, prompt, c) for n, (prompt, completions) in enumerate(groups) for c in completions]
 
 
-@given(SAMPLES, st.integers(1, 60))
+@given(SAMPLES, st.integers(1, 60), st.integers(1, 200))
 @settings(max_examples=25, deadline=None)
-def test_cutting_loses_no_sample_and_keeps_to_the_budget(groups: list, budget: int) -> None:
+def test_cutting_loses_no_sample_and_keeps_to_the_budget(groups: list, budget: int, hidden: int) -> None:
     samples = flat(groups)
-    batches = cut(samples, budget)
+    batches = cut(samples, budget, hidden)
     assert sorted(n for rows in batches for row in rows for n in row.numbers) == list(range(len(samples)))
     for rows in batches:
         assert len(rows) == 1 or max(row.length for row in rows) * len(rows) <= budget
 
 
-@given(SAMPLES, st.integers(1, 60), st.sampled_from([1.0, 0.7]))
+def test_rows_of_unlike_length_are_not_padded_to_one() -> None:
+    samples = flat([([5, 6], [[7] * 9]), ([5, 6], [[7] * 9]), ([5, 6], [[7] * 41])])
+    assert cut(samples, 160, 1) == [[Row([0], 10), Row([1], 10)], [Row([2], 42)]]
+
+
+def test_completions_share_a_row_while_their_prompt_is_what_costs_most() -> None:
+    """sqrt(8 (6 x 4 + 8)) = 16 tokens beside the prompt; a completion's last token takes no part."""
+    samples = flat([([5] * 8, [[7] * 9] * 5)])
+    assert cut(samples, 100, 4) == [[Row([4], 16), Row([0, 1], 24), Row([2, 3], 24)]]
+
+
+@given(SAMPLES, st.integers(1, 60), st.integers(1, 200), st.sampled_from([1.0, 0.7]))
 @settings(max_examples=15, deadline=None)
 def test_log_probs_are_those_of_separate_sequences(
-    model: LanguageModel, groups: list, budget: int, temperature: float
+    model: LanguageModel, groups: list, budget: int, hidden: int, temperature: float
 ) -> None:
     samples = flat(groups)
-    for rows in cut(samples, budget):
+    for rows in cut(samples, budget, hidden):
         scores = token_scores(model, samples, rows, temperature)
         logprob, entropy, mask = scores.logprob, scores.entropy, scores.mask
         for place, number in enumerate(n for row in rows for n in row.numbers):
@@ -79,7 +90,7 @@ def gradients(actor: LanguageActor, shares: list[list[Group]]) -> tuple[float, l
         count = sum(1 for _ in _samples(share))
         part = everything.rows(list(range(first, first + count)))
         first += count
-        for rows in cut(part.samples, actor.config.algorithm.token_budget):
+        for rows in actor._cut(part.samples):
             each = actor._share_of_loss(part, totals, Sums(), rows)
             each.backward()
             loss += float(each.detach())
