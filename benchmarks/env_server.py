@@ -1,13 +1,14 @@
-"""Env steps per second through an env server, against the env pool in the same process.
+"""Chunk steps through an env server, against the env pool in the same process: one table.
 
-    python benchmarks/env_server.py                                    # an env that does nothing: what the way costs
-    python benchmarks/env_server.py --env PushCube-v1 --batches 2,8
-    python benchmarks/env_server.py --env libero_object/0 --image --batches 2
+    python benchmarks/env_server.py                                       # about 12 minutes on two idle cores
+    python benchmarks/env_server.py --env PushCube-v1 --batches 2,8       # a part of it
+    python benchmarks/env_server.py --env StackCube-v1+pictures --batches 64 --chunks 8
 
 Contestants: the pool in this process; a server on the same host by ipc, with shared memory; one by tcp on the loopback,
 everything going over the wire; and a websocket server that speaks JSON, arrays as base64, as is common. All have as
-many env processes. They are set up first, then measured in turn, round after round; printed are medians, and the
-medians of each round's ratio to the pool.
+many env processes. Those of a row are set up first, then measured in turn, round after round; printed are medians, and
+the medians of each round's ratio to the pool. Pictures are 2 x 256 x 256: of StackCube-v1, whose robot has a camera at
+its wrist, and of LIBERO. Needs an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -42,6 +44,8 @@ from envs.libero_suites import SUITES  # noqa: E402
 from envs.pool import EnvPool  # noqa: E402
 
 EMPTY = "env_server:Empty"
+ENVS = ["empty", "PushCube-v1", "StackCube-v1+pictures", "libero_object/0", "libero_object/0+pictures"]
+NAMES = ("pool in process", "ipc, shared memory", "tcp, all on the wire", "websocket and JSON")
 
 
 class Empty(Env):
@@ -66,30 +70,34 @@ class Empty(Env):
         return self._observation
 
 
-def settings_of(env: str, image: bool) -> EnvSettings:
-    observation = ("state", "image") if image else ("state",)
+def settings_of(word: str, mesh_detail: float) -> EnvSettings:
+    """Of "ENV" or "ENV+pictures"."""
+    env, _, pictures = word.partition("+")
+    if pictures not in ("", "pictures"):
+        raise typer.BadParameter(f"{word}: expected ENV or ENV+pictures")
+    observation = ("state", "image") if pictures else ("state",)
     if env == "empty":
         return EnvSettings(EMPTY, "Empty", observation=observation)
-    kind = "libero" if env.partition("/")[0] in SUITES else "maniskill"
-    return EnvSettings(kind, env, observation=observation, simulator={"image_size": 256 if kind == "libero" else 128})
+    if env.partition("/")[0] in SUITES:
+        return EnvSettings("libero", env, observation=observation, simulator={"image_size": 256})
+    simulator = {"image_size": 256, "mesh_detail": mesh_detail} if pictures else {}
+    return EnvSettings("maniskill", env, observation=observation, simulator=simulator)
 
 
-class JsonEnv:
-    """A vector env behind a websocket that speaks JSON, in a process of its own."""
+class JsonServer:
+    """A server process that makes vector envs and steps them on request, by a websocket that speaks JSON."""
 
-    def __init__(self, env: str, image: bool, batch: int, chunk: int, processes: int) -> None:
-        options = [env, str(int(image)), str(batch), str(chunk), str(processes)]
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve-json", ",".join(options)], stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, word: str, mesh_detail: float, processes: int) -> None:
+        options = ["--serve-json", "--env", word, "--mesh-detail", str(mesh_detail), "--processes", str(processes)]
+        self._process = subprocess.Popen([sys.executable, __file__, *options], stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         address = f"ws://127.0.0.1:{self._process.stdout.readline().strip()}"
         self._open = ExitStack()
         self._socket = self._open.enter_context(connect(address, max_size=None))
 
-    def chunk_step(self, actions: np.ndarray) -> dict[str, np.ndarray]:
-        self._socket.send(json.dumps({"actions": as_json(actions)}))
-        return {key: of_json(value) for key, value in json.loads(self._socket.recv()).items()}
+    def ask(self, **message: Any) -> dict[str, np.ndarray]:
+        self._socket.send(json.dumps(message))
+        return {key: of_json(value) for key, value in json.loads(self._socket.recv(timeout=600)).items()}
 
     def close(self) -> None:
         self._open.close()
@@ -97,16 +105,37 @@ class JsonEnv:
         self._process.wait()
 
 
-def serve_json(env: str, image: bool, batch: int, chunk: int, processes: int) -> None:
-    """The program of a `JsonEnv`'s process."""
-    vector = EnvPool(processes).vector_env(settings_of(env, image), range(batch), chunk)
-    vector.reset()
+class JsonEnv:
+    """A vector env there."""
+
+    def __init__(self, server: JsonServer, batch: int, chunk: int) -> None:
+        self._server = server
+        server.ask(batch=batch, chunk=chunk)
+
+    def chunk_step(self, actions: np.ndarray) -> dict[str, np.ndarray]:
+        return self._server.ask(actions=as_json(actions))
+
+    def close(self) -> None:
+        self._server.ask()
+
+
+def serve_json(settings: EnvSettings, processes: int) -> None:
+    """The program of a `JsonServer`'s process."""
+    pool = EnvPool(processes)
 
     def talk(socket: Any) -> None:
-        for message in socket:
-            result = vector.chunk_step(of_json(json.loads(message)["actions"]))
-            arrays = {name: getattr(result, name) for name in ("reward", "terminated", "truncated", "valid")}
-            arrays |= {key: value for key, value in result.observation.items() if isinstance(value, np.ndarray)}
+        vector: Any = None
+        for message in map(json.loads, socket):
+            arrays: dict[str, np.ndarray] = {}
+            if "actions" in message:
+                result = vector.chunk_step(of_json(message["actions"]))
+                arrays = {name: getattr(result, name) for name in ("reward", "terminated", "truncated", "valid")}
+                arrays |= {key: value for key, value in result.observation.items() if isinstance(value, np.ndarray)}
+            elif "batch" in message:
+                vector = pool.vector_env(settings, range(message["batch"]), message["chunk"])
+                vector.reset()
+            else:
+                vector.close()
             socket.send(json.dumps({name: as_json(array) for name, array in arrays.items()}))
 
     with serve(talk, "127.0.0.1", 0, max_size=None) as server:
@@ -122,66 +151,106 @@ def of_json(value: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(value["data"]), value["dtype"]).reshape(value["shape"])
 
 
-def measure(env: Any, actions: np.ndarray, seconds: float) -> float:
-    """Seconds of one chunk step."""
-    steps, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds or not steps:
-        env.chunk_step(actions)
-        steps += 1
-    return elapsed / steps if steps else seconds
+class Contest:
+    """The pool and the servers of one env, and measurements of them."""
 
+    def __init__(self, word: str, mesh_detail: float, processes: int) -> None:
+        self.settings = settings = settings_of(word, mesh_detail)
+        self._servers = [
+            ServerProcess([settings.kind, settings.id, "--bind", bind, "--processes", str(processes)])
+            for bind in (f"ipc://{tempfile.mkdtemp()}/server", "tcp://127.0.0.1:*")
+        ]
+        remote = [RemotePool(server.address, settings.kind, settings.id, timeout_s=600) for server in self._servers]
+        self._pools = [EnvPool(processes), *remote]
+        self._json = JsonServer(word, mesh_detail, processes)
 
-def main(
-    env: Annotated[str, typer.Option(help="empty, an id of ManiSkill, or LIBERO tasks")] = "empty",
-    image: Annotated[bool, typer.Option("--image", help="with pictures; LIBERO and empty: 2 x 256 x 256")] = False,
-    batches: Annotated[str, typer.Option(help="numbers of envs")] = "1,4,16,64",
-    chunks: Annotated[str, typer.Option(help="actions in a chunk")] = "1,8",
-    processes: Annotated[int, typer.Option(help="env processes of each contestant")] = 2,
-    rounds: Annotated[int, typer.Option(help="measurements of each contestant")] = 7,
-    seconds: Annotated[float, typer.Option(help="of one measurement, at least one chunk")] = 0.3,
-    serve_json_options: Annotated[str, typer.Option("--serve-json", hidden=True)] = "",
-) -> None:
-    """Compare the pool with env servers."""
-    if serve_json_options:
-        name, *numbers = serve_json_options.rsplit(",", 4)
-        return serve_json(name, bool(int(numbers[0])), *map(int, numbers[1:]))
-    os.chdir(HERE)  # where servers find `Empty`
-    settings = settings_of(env, image)
-    folder = tempfile.mkdtemp()
-    servers = [
-        ServerProcess([settings.kind, settings.id, "--bind", bind, "--processes", str(processes)])
-        for bind in (f"ipc://{folder}/server", "tcp://127.0.0.1:*")
-    ]
-    pools = [EnvPool(processes), *(RemotePool(server.address, settings.kind, settings.id) for server in servers)]
-    names = ("pool in process", "ipc, shared memory", "tcp, all on the wire", "websocket and JSON")
-    table = Table(title=f"{settings.id}{', pictures' if image else ', state'}: ms of a chunk step (ratio to the pool)")
-    for column in ("envs", "chunk", *names):
-        table.add_column(column, justify="right")
-    for batch in map(int, batches.split(",")):
-        for chunk in map(int, chunks.split(",")):
-            used = min(processes, batch)
-            vectors: list[Any] = [pool.vector_env(settings, range(batch), chunk) for pool in pools[:2]]
-            with patch("envs.client.map_shared", lambda *_: None):
-                vectors.append(pools[2].vector_env(settings, range(batch), chunk))
-            for vector in vectors:
-                vector.reset()
-            assert vectors[1].is_shared and not vectors[2].is_shared
-            vectors.append(JsonEnv(env, image, batch, chunk, used))
+    @contextmanager
+    def vectors(self, batch: int, chunk: int) -> Iterator[list[Any]]:
+        """Of each contestant one, begun."""
+        local, ipc, tcp = self._pools
+        vectors: list[Any] = [pool.vector_env(self.settings, range(batch), chunk) for pool in (local, ipc)]
+        with patch("envs.client.map_shared", lambda *_: None):
+            vectors.append(tcp.vector_env(self.settings, range(batch), chunk))
+        assert vectors[1].is_shared and not vectors[2].is_shared
+        for vector in vectors:
+            vector.reset()
+        vectors.append(JsonEnv(self._json, batch, chunk))
+        yield vectors
+        for vector in vectors:
+            vector.close()
+
+    def row(self, batch: int, chunk: int, rounds: int, seconds: float) -> list[str]:
+        """Milliseconds of a chunk step and the ratio to the pool, of each contestant."""
+        with self.vectors(batch, chunk) as vectors:
             actions = np.zeros((batch, chunk, vectors[0].spec.action.size), np.float32)
             for vector in vectors:
                 measure(vector, actions, seconds)
             found = [[measure(vector, actions, seconds) for vector in vectors] for _ in range(rounds)]
-            medians = [1000 * statistics.median(times) for times in zip(*found, strict=True)]
-            ratios = [statistics.median(row[0] / row[i] for row in found) for i in range(len(vectors))]
-            cells = [f"{ms:.2f}  ({ratio:.2f})" for ms, ratio in zip(medians, ratios, strict=True)]
-            table.add_row(str(batch), str(chunk), *cells)
-            for vector in vectors:
-                vector.close()
-    for pool in pools:
-        pool.close()
-    for server in servers:
-        server.close()
-    console = Console(width=140)
+        medians = [1000 * statistics.median(times) for times in zip(*found, strict=True)]
+        ratios = [statistics.median(times[0] / times[i] for times in found) for i in range(len(medians))]
+        return [f"{ms:.2f}  ({ratio:.2f})" for ms, ratio in zip(medians, ratios, strict=True)]
+
+    def close(self) -> None:
+        self._json.close()
+        for pool in self._pools:
+            pool.close()
+        for server in self._servers:
+            server.close()
+
+
+def measure(env: Any, actions: np.ndarray, seconds: float) -> float:
+    """Seconds of one chunk step."""
+    steps, start, elapsed = 0, time.perf_counter(), 0.0
+    while elapsed < seconds or not steps:
+        env.chunk_step(actions)
+        steps += 1
+        elapsed = time.perf_counter() - start
+    return elapsed / steps
+
+
+def batches_of(word: str, given: str) -> list[int]:
+    """64 envs of LIBERO take minutes to make, four times over."""
+    return numbers(given or ("1,8" if word.partition("/")[0] in SUITES else "1,8,64"))
+
+
+def numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
+
+
+def main(
+    env: Annotated[
+        list[str], typer.Option(help="empty, an id of ManiSkill or LIBERO tasks; with +pictures for 2 x 256 x 256 RGB")
+    ] = ENVS,  # noqa: B006
+    batches: Annotated[str, typer.Option(help="numbers of envs; default: 1,8,64, of LIBERO 1,8")] = "",
+    chunks: Annotated[str, typer.Option(help="actions in a chunk")] = "1,8",
+    processes: Annotated[int, typer.Option(help="env processes of each contestant")] = 2,
+    rounds: Annotated[int, typer.Option(help="measurements of each contestant")] = 5,
+    seconds: Annotated[float, typer.Option(help="of one measurement, at least one chunk")] = 0.3,
+    mesh_detail: Annotated[float, typer.Option(help="of ManiSkill's pictures, in metres (env.mesh_detail)")] = 0.01,
+    serve: Annotated[bool, typer.Option("--serve-json", hidden=True)] = False,
+) -> None:
+    """Compare the pool with env servers, and those with a server as others write it."""
+    if serve:
+        return serve_json(settings_of(env[0], mesh_detail), processes)
+    os.chdir(HERE)  # where servers find `Empty`
+    start, console = time.monotonic(), Console(width=140)
+    rows = [(word, batch, chunk) for word in env for batch in batches_of(word, batches) for chunk in numbers(chunks)]
+    table = Table(title="milliseconds of a chunk step (and throughput, the pool's being 1)")
+    for column in ("env", "envs", "chunk", *NAMES):
+        table.add_column(column, justify="left" if column == "env" else "right")
+    contest, current = None, ""
+    for number, (word, batch, chunk) in enumerate(rows, 1):
+        if contest is None or word != current:
+            if contest is not None:
+                contest.close()
+                table.add_section()
+            contest, current = Contest(word, mesh_detail, processes), word
+        cells = contest.row(batch, chunk, rounds, seconds)
+        table.add_row(word, str(batch), str(chunk), *cells)
+        done = f"{number}/{len(rows)} rows, {time.monotonic() - start:.0f} s"
+        console.print(f"{done}: {word}, {batch} envs, chunk {chunk}: " + ", ".join(cells), highlight=False)
+    if contest is not None:
+        contest.close()
     console.print(table)
     console.print(f"medians of {rounds} rounds of {seconds:g} s; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     return None
