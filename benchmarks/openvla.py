@@ -117,9 +117,8 @@ def print_memory() -> None:
     }
     for name, settings in variants.items():
         estimate = estimate_memory(config, settings, batch=64, micro_batch=8)
-        parts = vars(estimate) | {"learning": estimate.learning, "inference": estimate.inference}
-        del parts["flops"]
-        print(f"{name:24}" + "  ".join(f"{part} {size / 1e9:.1f} GB" for part, size in parts.items()))
+        names = ("parameters", "gradients", "optimiser", "activations", "learning", "keys_values", "inference")
+        print(f"{name:24}" + "  ".join(f"{part} {getattr(estimate, part) / 1e9:.1f} GB" for part in names))
 
 
 def main() -> None:

@@ -187,6 +187,9 @@ class OpenVLAConfig(Section):
     frozen: tuple[Literal["vision_backbone", "projector", "language_model"], ...] = Field(
         default=(), description="parts that are not trained"
     )
+    reuse_features: bool = Field(
+        default=False, description="learn from what the frozen vision towers saw while acting, in place of pictures"
+    )
 
 
 class OpenVLAOFTConfig(OpenVLAConfig):

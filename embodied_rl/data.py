@@ -37,7 +37,7 @@ class Trajectories:
     """Rollout to actor: one stream's rollout, time-major.
 
     Attributes:
-        observation: tensors [T, n, ...]; what the policy's `prepare` gave.
+        observation: tensors [T, n, ...]; what the policy's `encode` gave.
         token, logprob: [T, n, C, A].
         value: [T, n], or [T, n, C] where the policy values each action.
         next_value: [T, n]; V(final observation) where an episode ended, else V(next observation), of its first action.

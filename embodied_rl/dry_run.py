@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from rich.console import Console
@@ -24,6 +24,9 @@ from embodied_rl.preflight import unchecked
 from embodied_rl.schema import all_keys, flat
 from embodied_rl.vla import VLA
 from scheduler.placement import GroupPlacement, parse_placement
+
+if TYPE_CHECKING:
+    from policies.openvla.memory import MemoryEstimate
 
 GB = 1e9
 ENV_PROCESS_GB = {"maniskill": 0.8, "libero": 2.2, "gymnasium": 0.1}
@@ -73,6 +76,8 @@ def memory_estimate(config: Config, plan: Plan) -> dict[str, tuple[float, str]]:
     workers = sum(len(group.ranks) for group in plan.placed.values())
     each = ENV_PROCESS_GB.get(config.env.kind, ENV_PROCESS_GB["gymnasium"])
     image = CAMERAS * config.env.image_size**2 * 3 if "image" in config.env.observation else 0
+    if config.policy.vla is not None:
+        image = _vla_memory(config, VLA.of(config.policy), plan).recorded
     state = 4 * STATE_SIZE if "state" in config.env.observation else 0
     chunk = config.policy.chunk
     # Action, sample and log-prob of each dimension; reward and 3 flags of each sub-step; value, advantage.
@@ -100,21 +105,14 @@ def _network(config: Config, plan: Plan) -> tuple[float, str]:
 
 def vla_estimate(config: Config, vla: VLA, plan: Plan) -> list[tuple[str, float, str]]:
     """Of a policy with action tokens: name, number and unit with what it comes from; on one device of a group."""
-    actors, rollouts = (len(plan.placed[group].ranks) for group in ("actor", "rollout"))
-    streams = len(plan.placed["env"].ranks) * max(config.pipeline_choices)
-    envs = math.ceil(config.env.num_envs / streams)
-    if config.sft.data is None:
-        step, steps = math.ceil(plan.batch / actors / config.algorithm.minibatches), plan.optimiser_steps
-    else:
-        step, steps = math.ceil(config.sft.batch / actors), config.sft.steps
-    micro_batch = min(config.algorithm.micro_batch or step, step)
-    found = vla.memory(envs, micro_batch)
+    rollouts, streams = len(plan.placed["rollout"].ranks), _streams(config, plan)
+    envs, (step, steps) = math.ceil(config.env.num_envs / streams), _learning_steps(config, plan)
+    micro_batch, found = _micro_batch(config, step), _vla_memory(config, vla, plan)
     rate, bandwidth = ASSUMED_DEVICE[plan.device_kind]
-    backward = (1 if vla.settings.lora or vla.settings.adapter else 2) + vla.settings.gradient_checkpointing
     calls = config.rollout.epochs * plan.chunk_steps * streams / rollouts
     passes = ACTION_TOKENS if vla.kind == "openvla" else 1  # token by token, or all at once
     rollout_s = calls * (envs * found.flops / rate + passes * found.parameters / bandwidth)
-    update_s = steps * step * (1 + backward) * found.flops / rate
+    update_s = steps * step * found.learning_flops / rate
     parts = ("parameters", "gradients", "optimiser", "activations")
     learning = " + ".join(f"{getattr(found, part) / GB:.3f} {part}" for part in parts)
     inference = f"{found.parameters / GB:.3f} parameters + {found.keys_values / GB:.3f} keys and values of {envs} envs"
@@ -125,6 +123,28 @@ def vla_estimate(config: Config, vla: VLA, plan: Plan) -> list[tuple[str, float,
         ("acting", rollout_s, f"s an iteration, {calls:g} calls, {device}"),
         ("learning", update_s, f"s an iteration, {steps} optimiser steps on {step} samples of a rank"),
     ]
+
+
+def _vla_memory(config: Config, vla: VLA, plan: Plan) -> MemoryEstimate:
+    """Of the envs of a stream, and of a micro-batch."""
+    envs = math.ceil(config.env.num_envs / _streams(config, plan))
+    return vla.memory(envs, _micro_batch(config, _learning_steps(config, plan)[0]))
+
+
+def _streams(config: Config, plan: Plan) -> int:
+    return len(plan.placed["env"].ranks) * max(config.pipeline_choices)
+
+
+def _learning_steps(config: Config, plan: Plan) -> tuple[int, int]:
+    """Samples of a rank in an optimiser step, and such steps in an iteration."""
+    actors = len(plan.placed["actor"].ranks)
+    if config.sft.data is not None:
+        return math.ceil(config.sft.batch / actors), config.sft.steps
+    return math.ceil(plan.batch / actors / config.algorithm.minibatches), plan.optimiser_steps
+
+
+def _micro_batch(config: Config, step: int) -> int:
+    return min(config.algorithm.micro_batch or step, step)
 
 
 def _work(config: Config, plan: Plan) -> list[str]:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -57,19 +56,6 @@ class PolicyOutput:
     logprob: Tensor
     value: Tensor
 
-    @staticmethod
-    def spread(parts: list[PolicyOutput], rows: np.ndarray, size: int, like: PolicyOutput) -> PolicyOutput:
-        """Outputs of consecutive `rows` as one for `size` envs, zeros for the others; shapes and types as `like`."""
-
-        def joined(name: str) -> Tensor:
-            given = getattr(like, name)
-            whole = given.new_zeros(size, *given.shape[1:])
-            if parts:
-                whole[rows] = torch.cat([getattr(part, name) for part in parts])
-            return whole
-
-        return PolicyOutput(joined("action"), joined("token"), joined("logprob"), joined("value"))
-
 
 class Policy(nn.Module):
     """Base class of policies. Observations hold tensors: `state` float32 [N, S], `image` uint8 [N, V, H, W, 3].
@@ -93,6 +79,13 @@ class Policy(nn.Module):
 
     def prepare(self, observation: Observation) -> Observation:
         """What the other methods need of an observation; they take either. Tensors only, so that it can be stored."""
+        return observation
+
+    def encode(self, observation: Observation) -> Observation:
+        """A prepared observation after what can be computed of it once and for all; the other methods take it too.
+
+        The rows of a batch belong to envs, here too.
+        """
         return observation
 
     def learned_state(self) -> dict[str, Tensor]:

@@ -92,10 +92,11 @@ class Imitator(ActorWorker):
             observation, actions, valid = self.demonstrations.batch(missing, self.policy.chunk)
             arrays = {key: torch.from_numpy(value) for key, value in observation.items() if key != "instruction"}
             prepared = self.policy.prepare({**observation, **arrays})
-            if len(self._kept) * sum(value[0].nbytes for value in prepared.values()) > KEPT_BYTES:
-                self._kept = {row: self._kept[row] for row in rows.tolist() if row in self._kept}
-            for place, row in enumerate(missing):
-                sample = {key: value[place] for key, value in prepared.items()}
+            for place, row in enumerate(missing):  # each alone: what is kept does not depend on the rest of its batch
+                encoded = self.policy.encode({key: value[place : place + 1] for key, value in prepared.items()})
+                sample = {key: value[0].cpu() for key, value in encoded.items()}
+                if len(self._kept) * sum(value.nbytes for value in sample.values()) > KEPT_BYTES:
+                    self._kept = {row: self._kept[row] for row in rows.tolist() if row in self._kept}
                 self._kept[row] = sample, torch.from_numpy(actions[place]), torch.from_numpy(valid[place])
         samples = [self._kept[row] for row in rows.tolist()]
         stack = lambda tensors: torch.stack(list(tensors)).to(self.device)  # noqa: E731

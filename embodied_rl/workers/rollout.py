@@ -18,12 +18,14 @@ from policies import Policy, PolicyOutput, SlotNoise
 from scheduler.stage import Link
 from scheduler.worker import Worker
 
+Decided = tuple[dict[str, Tensor], dict[str, Tensor]]  # an encoded observation, and the parts of an output
+
 
 class RolloutWorker(Worker):
     """Serves the streams whose number falls to its rank."""
 
     policy: Policy
-    blank: PolicyOutput  # the last one, whose shapes an output without an active env has
+    blank: Decided  # the last one, whose shapes one without an active env has
 
     def __init__(self, config: Config) -> None:
         torch.set_num_threads(1)
@@ -71,8 +73,9 @@ class RolloutWorker(Worker):
             stream, message = link.next()
             recorder = open_streams.setdefault(stream, _Recorder(message, steps))
             with link.call(len(message.slots)):
-                observation = self._prepare(message.observation)
-                output = None if message.step == steps else self._act(observation, message, deterministic=False)
+                observation, output = self._prepare(message.observation), None
+                if message.step < steps:
+                    observation, output = self._act(observation, message, deterministic=False)
                 if message.outcome is not None:
                     value = self._value(observation) if output is None else _first(output.value)
                     recorder.outcome(message.step - 1, message.outcome, value, self._final_values(message.outcome))
@@ -97,22 +100,29 @@ class RolloutWorker(Worker):
                 running -= 1
                 continue
             with link.call(len(message.slots)):
-                output = self._act(self._prepare(message.observation), message, deterministic)
+                _, output = self._act(self._prepare(message.observation), message, deterministic)
                 link.reply(stream, output.action.cpu().numpy())
 
     # ------------------------------------------------------------------------------------------ inference
 
     @torch.no_grad()
-    def _act(self, observation: dict[str, Any], message: Observed, deterministic: bool) -> PolicyOutput:
-        """Decide for the active envs; the others get zeros."""
+    def _act(
+        self, observation: dict[str, Any], message: Observed, deterministic: bool
+    ) -> tuple[dict[str, Tensor], PolicyOutput]:
+        """Decide for the active envs, after encoding what they observe; the others get zeros in both."""
         blocks = self._blocks(message.active)
-        outputs = []
+        decided: list[Decided] = []
         for rows in blocks:
             noise = SlotNoise(self.config.seed, message.slots[rows], message.draws[rows])
-            outputs.append(self.policy.act(_rows(observation, rows), deterministic, noise))
+            seen = self.policy.encode(_rows(observation, rows))
+            self.blank = _tensors(seen), vars(self.policy.act(seen, deterministic, noise))
             self.policy_calls += 1
-            self.blank = outputs[-1]
-        return PolicyOutput.spread(outputs, np.concatenate([*blocks, []]).astype(int), len(message.slots), self.blank)
+            decided.append(self.blank)
+        rows = np.concatenate([*blocks, []]).astype(int)
+        encoded, output = (
+            _spread([both[part] for both in decided], rows, len(message.slots), self.blank[part]) for part in (0, 1)
+        )
+        return encoded, PolicyOutput(**output)
 
     @torch.no_grad()
     def _value(self, observation: dict[str, Any], active: np.ndarray | None = None) -> Tensor:
@@ -155,6 +165,18 @@ def _rows(observation: dict[str, Any], rows: np.ndarray) -> dict[str, Any]:
     }
 
 
+def _tensors(observation: dict[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in observation.items() if isinstance(value, Tensor)}
+
+
+def _spread(parts: list[dict[str, Tensor]], rows: np.ndarray, size: int, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of consecutive `rows` as such of `size` rows, zeros for the others; shapes and types as `like`."""
+    whole = {key: value.new_zeros(size, *value.shape[1:]) for key, value in like.items()}
+    for key, value in whole.items() if parts else ():
+        value[rows] = torch.cat([part[key] for part in parts])
+    return whole
+
+
 def _first(value: Tensor) -> Tensor:
     """Values [n] or [n, C] -> [n]."""
     return value if value.ndim == 1 else value[:, 0]
@@ -168,10 +190,9 @@ class _Recorder:
         self.decisions: list[tuple[dict[str, Tensor], PolicyOutput]] = []
         self.outcomes: list[tuple[ChunkResult, Tensor]] = []
 
-    def decision(self, step: int, observation: dict[str, Any], output: PolicyOutput) -> None:
+    def decision(self, step: int, observation: dict[str, Tensor], output: PolicyOutput) -> None:
         assert step == len(self.decisions)
-        kept = {key: value.clone() for key, value in observation.items() if isinstance(value, Tensor)}
-        self.decisions.append((kept, output))
+        self.decisions.append((observation, output))
 
     def outcome(self, step: int, result: ChunkResult | None, next_value: Tensor, final_value: Tensor) -> None:
         assert result is not None and step == len(self.outcomes)

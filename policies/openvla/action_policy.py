@@ -107,6 +107,15 @@ class ActionTokenPolicy(Policy):
         prepared = self.processor(observation)
         return {**prepared, "state": observation["state"]} if self.statistics_of else prepared
 
+    @torch.no_grad()
+    def encode(self, observation: Observation) -> Observation:
+        """Under `reuse_features`, with `features` [N, patches, width] in place of `pixels`."""
+        inputs = self.prepare(observation)
+        if not self.settings.reuse_features:
+            return inputs
+        rest = {key: value for key, value in inputs.items() if key not in ("pixels", "features")}
+        return {**rest, "features": self._features(inputs, *self._prompt(inputs))}
+
     def value(self, observation: Observation) -> Tensor:
         if isinstance(self.critic, StateValue):
             return self.critic(observation["state"])
@@ -200,8 +209,11 @@ class ActionTokenPolicy(Policy):
         used = mask.any(0)  # columns of pads would cost time
         return ids[:, used], mask[:, used]
 
-    def _pixels(self, inputs: Observation) -> Tensor:
-        return self.processor.normalise(inputs["pixels"]).to(self._like)
+    def _features(self, inputs: Observation, ids: Tensor, mask: Tensor) -> Tensor:
+        """Of the pictures, [N, patches, width], unless they were computed before."""
+        if "features" in inputs:
+            return inputs["features"].to(self._like)
+        return self.network.features(ids, mask, self.processor.normalise(inputs["pixels"]).to(self._like))
 
     @property
     def _like(self) -> Tensor:
@@ -282,16 +294,31 @@ def prepare_training(network: Prismatic, settings: OpenVLASettings) -> list[str]
 
     Returns:
         Names of the modules that have an adapter.
+
+    Raises:
+        ValueError: features are to be reused, and what they depend on is trained. And as `add_lora`, `load_adapter`.
     """
     for part in (network.vision_backbone, network.language_model.model):
         part.gradient_checkpointing = settings.gradient_checkpointing
     for name in settings.frozen:
         network.get_submodule(name).requires_grad_(False)
+    adapted: list[str] = []
     if settings.lora is not None:
-        return add_lora(network, settings.lora)
-    if settings.adapter is not None:
-        return load_adapter(network, Path(settings.adapter))
-    return []
+        adapted = add_lora(network, settings.lora)
+    elif settings.adapter is not None:
+        adapted = load_adapter(network, Path(settings.adapter))
+    if settings.reuse_features and (trained := trained_vision(network)):
+        raise ValueError(
+            f"reuse_features keeps what is seen of a picture, and that depends on {trained[0]}, which is trained (and "
+            f"{len(trained) - 1} more): freeze vision_backbone, or train adapters outside it"
+        )
+    return adapted
+
+
+def trained_vision(network: Prismatic) -> list[str]:
+    """Names of trained parameters that features of pictures depend on."""
+    trained = (name for name, parameter in network.named_parameters() if parameter.requires_grad)
+    return [name for name in trained if name.startswith(network.sees_with)]
 
 
 def _tokenizer(directory: Path | None, settings: OpenVLASettings) -> Tokenizer:

@@ -1,11 +1,12 @@
 """How much memory a model needs on a device, counted on the meta device: every tensor has a shape, none has content.
 
-Counted are parameters, gradients, optimiser states, what the backward pass keeps, and cached keys and values; not
-what kernels and the allocator take for themselves.
+Counted are parameters, gradients, optimiser states, what the backward pass keeps, cached keys and values, and what is
+recorded; not what kernels and the allocator take for themselves.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from policies.openvla.action_policy import prepare_training
+from policies.openvla.action_policy import prepare_training, trained_vision
 from policies.openvla.config import OpenVLAConfig
 from policies.openvla.llama import Decoder
 from policies.openvla.model import Context, OpenVLA, Prismatic
@@ -34,7 +35,10 @@ class MemoryEstimate:
         gradients, optimiser: of what is trained; Adam keeps two numbers for each.
         activations: what one backward pass needs.
         keys_values: of one batch of inference, at its end.
+        recorded: of one observation, from which is learned: pictures or their features, and a prompt. Not on the
+            device.
         flops: not bytes, but floating point operations of one forward pass on one sample; attention left out.
+        learning_flops: those of a forward and a backward pass.
     """
 
     parameters: int
@@ -42,7 +46,9 @@ class MemoryEstimate:
     optimiser: int
     activations: int
     keys_values: int
+    recorded: int
     flops: int
+    learning_flops: int
 
     @property
     def learning(self) -> int:
@@ -77,24 +83,25 @@ def estimate_memory(
         network = OpenVLA(config, settings.attention).to(settings.torch_dtype or config.dtype)
         critic = ValueHead(config.text.hidden_size, settings.value_hidden, settings.value_position)
 
-    def states(samples: int) -> Context:
-        ids = torch.ones(samples, prompt_length, dtype=torch.long)
-        pixels = torch.ones(samples, 3 * len(config.timm_ids), config.image_size, config.image_size)
-        context = network.read(ids, ids.bool(), pixels.to(network.language_model.model.norm.weight))
-        extended = network.extend(context, ids.new_ones(samples, action_size - 1))
+    def states(ids: Tensor, features: Tensor) -> Context:
+        context = network.read_features(ids, ids.bool(), features)
+        extended = network.extend(context, ids.new_ones(len(ids), action_size - 1))
         return replace(extended, hidden=torch.cat([context.hidden[:, -1:], extended.hidden], dim=1))
 
+    shown = (3 * len(config.timm_ids), config.image_size, config.image_size)
     length = network.vision_backbone.num_patches + prompt_length
-    return estimate(network, critic, settings, states, batch, micro_batch, length)
+    return estimate(network, critic, settings, shown, states, batch, micro_batch, prompt_length, length)
 
 
 def estimate(
     network: Prismatic,
     critic: ValueHead,
     settings: OpenVLASettings,
-    states: Callable[[int], Context],
+    shown: tuple[int, ...],
+    states: Callable[[Tensor, Tensor], Context],
     batch: int,
     micro_batch: int,
+    prompt_length: int,
     length: int,
 ) -> MemoryEstimate:
     """What a network and a critic on the meta device would need.
@@ -102,16 +109,21 @@ def estimate(
     Args:
         network, critic: on the meta device, nothing frozen yet.
         settings: of the policy.
-        states: number of samples -> the hidden states that predict all tokens of an action, and what is cached.
-        batch, micro_batch: see `estimate_memory`.
+        shown: shape of the normalised pixels of one sample.
+        states: ids [N, L] and features -> the hidden states that predict all tokens of an action, and what is cached.
+        batch, micro_batch, prompt_length: see `estimate_memory`.
         length: tokens in the longest pass through the language model.
     """
     config, dtype = network.config, network.language_model.model.norm.weight.dtype
     with torch.device("meta"):
         prepare_training(network, settings)
 
+        def inputs(samples: int) -> tuple[Tensor, Tensor]:
+            ids = torch.ones(samples, prompt_length, dtype=torch.long)
+            return ids, network.features(ids, ids.bool(), torch.ones(samples, *shown, dtype=dtype))
+
         def loss() -> None:
-            hidden = states(micro_batch).hidden
+            hidden = states(*inputs(micro_batch)).hidden
             logits = network.language_model.logits(hidden, slice(0, config.num_bins))
             log_p = Sampling().log_probabilities(logits)
             (log_p.exp() * log_p).sum() + critic(hidden).sum()
@@ -127,9 +139,15 @@ def estimate(
         if settings.gradient_checkpointing:  # one layer at a time is there in full
             activations += _kept_bytes(one_layer, [])
         with torch.no_grad(), _FusedAttention():
-            keys_values = [x for pair in states(batch).keys_values for x in pair]
-            with FlopCounterMode(display=False) as counter:
-                states(1)
+            keys_values = [x for pair in states(*inputs(batch)).keys_values for x in pair]
+            with FlopCounterMode(display=False) as seeing:
+                ids, features = inputs(1)
+            with FlopCounterMode(display=False) as reading:
+                states(ids, features)
+    pictures = math.prod(shown) // len(config.timm_ids)  # uint8, and not one copy for each tower
+    backward = (1 if settings.lora or settings.adapter else 2) + settings.gradient_checkpointing
+    sees, reads = seeing.get_total_flops(), reading.get_total_flops()
+    sees_again = 0 if settings.reuse_features else sees * (1 + backward * bool(trained_vision(network)))
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
     return MemoryEstimate(
         parameters=sum(p.nbytes for p in parameters),
@@ -137,7 +155,9 @@ def estimate(
         optimiser=2 * trained,
         activations=activations,
         keys_values=sum(x.nbytes for x in keys_values),
-        flops=counter.get_total_flops(),
+        recorded=ids.nbytes + (features.nbytes if settings.reuse_features else pictures),
+        flops=sees + reads,
+        learning_flops=sees_again + reads * (1 + backward),
     )
 
 

@@ -33,7 +33,13 @@ class Context:
 
 
 class Prismatic(nn.Module):
-    """Vision towers, projector and language model, with the tensor names of published checkpoints."""
+    """Vision towers, projector and language model, with the tensor names of published checkpoints.
+
+    Attributes:
+        sees_with: what names of the parameters begin with that features of pictures depend on.
+    """
+
+    sees_with: tuple[str, ...] = ("vision_backbone.",)
 
     def __init__(self, config: OpenVLAConfig, attention: Attention = "sdpa") -> None:
         super().__init__()
@@ -43,6 +49,10 @@ class Prismatic(nn.Module):
         self.language_model = Llama(config.text, attention)
         for parameter in self.vision_backbone.unused():
             parameter.requires_grad_(False)
+
+    def features(self, ids: Tensor, mask: Tensor, pixels: Tensor) -> Tensor:
+        """What the vision towers make of pictures, [N, patches, width]; arguments as those of `read`."""
+        return self.vision_backbone(pixels)
 
 
 class OpenVLA(Prismatic):
@@ -56,7 +66,11 @@ class OpenVLA(Prismatic):
             mask: bool [N, L]; what is not a pad.
             pixels: normalised, [N, 3 * towers, H, W].
         """
-        patches = self.projector(self.vision_backbone(pixels))
+        return self.read_features(ids, mask, self.features(ids, mask, pixels))
+
+    def read_features(self, ids: Tensor, mask: Tensor, features: Tensor) -> Context:
+        """As `read`, with the features of the pixels."""
+        patches = self.projector(features)
         words = self.language_model.model.embed_tokens(ids)
         x = torch.cat([words[:, :1], patches, words[:, 1:]], dim=1)
         mask = torch.cat([mask[:, :1], mask.new_ones(patches.shape[:2]), mask[:, 1:]], dim=1)

@@ -90,7 +90,8 @@ class OpenVLAPolicy(ActionTokenPolicy):
 
     def _read(self, observation: Observation) -> Context:
         inputs = self.prepare(observation)
-        return self.network.read(*self._prompt(inputs), self._pixels(inputs))
+        ids, mask = self._prompt(inputs)
+        return self.network.read_features(ids, mask, self._features(inputs, ids, mask))
 
     def _valued(self, context: Context) -> Tensor:
         if isinstance(self.critic, ValueHead) and self.critic.position == "first":

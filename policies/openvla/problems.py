@@ -69,13 +69,15 @@ def shared_checks(
                 network = OpenVLA(config)
             check_weights(network, directory)
 
-    def adapters(**only: Any) -> Callable[[], object]:
+    def training(**only: Any) -> Callable[[], object]:
         return lambda: adapted(config, replace(settings, **only))
 
+    alone = settings.reuse_features and settings.lora is None and settings.adapter is None
     return [
         ("tokenizer", tokenizer),
         ("unnorm_key", lambda: action_statistics(config.norm_stats, settings.unnorm_key)),
         ("checkpoint", weights),
-        *([("lora", adapters(adapter=None))] if settings.lora else []),
-        *([("adapter", adapters(lora=None))] if settings.adapter else []),
+        *([("lora", training(adapter=None))] if settings.lora else []),
+        *([("adapter", training(lora=None))] if settings.adapter else []),
+        *([("reuse_features", training())] if alone else []),
     ]

@@ -66,13 +66,14 @@ class Processor:
 
         Returns:
             `pixels` uint8 [N, 3, size, size] and `prompt` int64 [N, L] on the image's device. An observation that has
-            them is returned as it is, so they can be stored in place of what they were made from.
+            them, or `features` of the pixels, is returned as it is, so they can be stored in place of what they were
+            made from.
 
         Raises:
             KeyError: no image or no instruction.
             TypeError, ValueError: an image of another type or shape, or another number of instructions.
         """
-        if "pixels" in observation:
+        if "pixels" in observation or "features" in observation:
             return observation
         for key in self.reads:
             if key not in observation:

@@ -46,6 +46,9 @@ class OpenVLASettings:
         lora: adapters to train; everything but them and the value head is then frozen.
         adapter: directory of a stored adapter to go on from, instead of `lora`.
         frozen: parts that are not trained.
+        reuse_features: what the vision towers make of a picture is computed once, while acting, and learned from in
+            place of the picture. For towers that are not trained. It takes more memory than pictures do: seven times
+            as much in the published model.
     """
 
     KIND: ClassVar[str] = "openvla"
@@ -74,6 +77,7 @@ class OpenVLASettings:
     lora: LoRASettings | None = None
     adapter: str | None = None
     frozen: tuple[Part, ...] = ()
+    reuse_features: bool = False
 
     def __post_init__(self) -> None:
         require("attention", self.attention, get_args(Attention))

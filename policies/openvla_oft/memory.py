@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from policies.openvla.config import OpenVLAConfig
 from policies.openvla.memory import MemoryEstimate, estimate
@@ -37,13 +38,11 @@ def estimate_memory(
         network = OpenVLAOFT(config, settings).to(settings.torch_dtype or config.dtype)
         network.add_modules(action_size, state_size)
         critic = make_critic(config, settings)
-    like = network.language_model.model.norm.weight
 
-    def states(samples: int) -> Context:
-        ids = torch.ones(samples, prompt_length, dtype=torch.long)
-        pixels = torch.ones(samples, views, 3 * len(config.timm_ids), config.image_size, config.image_size)
-        state = torch.ones(samples, state_size).to(like) if settings.proprioception else None
-        return network.read(ids, ids.bool(), pixels.to(like), slots, state)
+    def states(ids: Tensor, features: Tensor) -> Context:
+        state = torch.ones(len(ids), state_size).to(features) if settings.proprioception else None
+        return network.read_features(ids, ids.bool(), features, slots, state)
 
+    shown = (views, 3 * len(config.timm_ids), config.image_size, config.image_size)
     length = views * network.vision_backbone.num_patches + prompt_length + slots
-    return estimate(network, critic, settings, states, batch, micro_batch, length)
+    return estimate(network, critic, settings, shown, states, batch, micro_batch, prompt_length, length)

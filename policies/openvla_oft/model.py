@@ -27,6 +27,8 @@ class OpenVLAOFT(Prismatic):
     def __init__(self, config: OpenVLAConfig, settings: OpenVLAOFTSettings) -> None:
         super().__init__(config, settings.attention)
         self.settings = settings
+        if settings.film:
+            self.sees_with = (*self.sees_with, "language_model.model.embed_tokens.")
 
     def add_modules(self, action_size: int, state_size: int) -> list[str]:
         """Add what the settings ask for, on the device and of the type of the rest.
@@ -64,11 +66,18 @@ class OpenVLAOFT(Prismatic):
         Returns:
             The hidden states that predict each slot, [N, slots, D], without keys and values.
         """
-        ends = self.settings.layout != "rlinf"
-        after = ids.new_full((len(ids), int(ends)), _END)
-        words = self.language_model.model.embed_tokens(torch.cat([ids, after], dim=1))
-        mask = torch.cat([mask, torch.ones_like(after, dtype=torch.bool)], dim=1)
-        seen = self._patches(pixels, words, mask)
+        return self.read_features(ids, mask, self.features(ids, mask, pixels), slots, state)
+
+    def features(self, ids: Tensor, mask: Tensor, pixels: Tensor) -> Tensor:
+        condition = (_language(*self._words(ids, mask)),) if self.settings.film else ()
+        return torch.cat([self.vision_backbone(view, *condition) for view in pixels.unbind(1)], dim=1)
+
+    def read_features(
+        self, ids: Tensor, mask: Tensor, features: Tensor, slots: int, state: Tensor | None = None
+    ) -> Context:
+        """As `read`, with the features of the pixels, [N, V * P, width]."""
+        words, mask = self._words(ids, mask)
+        seen = self.projector(features)
         if state is not None:
             seen = torch.cat([seen, self.proprio_projector(state)[:, None]], dim=1)
 
@@ -97,11 +106,12 @@ class OpenVLAOFT(Prismatic):
         positions = mask.long().cumsum(1) - 1
         return self.language_model.model(x, positions, mask[:, None, None], keep=False)[0]
 
-    def _patches(self, pixels: Tensor, words: Tensor, mask: Tensor) -> Tensor:
-        """Embeddings of the patches of all views, [N, V * P, D]."""
-        condition = (_language(words, mask),) if self.settings.film else ()
-        features = [self.vision_backbone(view, *condition) for view in pixels.unbind(1)]
-        return self.projector(torch.cat(features, dim=1))
+    def _words(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings of the prompts and of what ends the sequence, [N, L, D], and which are no pads."""
+        ends = self.settings.layout != "rlinf"
+        after = ids.new_full((len(ids), int(ends)), _END)
+        words = self.language_model.model.embed_tokens(torch.cat([ids, after], dim=1))
+        return words, torch.cat([mask, torch.ones_like(after, dtype=torch.bool)], dim=1)
 
 
 def _language(words: Tensor, mask: Tensor) -> Tensor:

@@ -161,7 +161,8 @@ class OpenVLAOFTPolicy(ActionTokenPolicy):
         inputs = self.prepare(observation)
         state = self._state(inputs["state"]) if self.settings.proprioception else None
         slots = self.chunk * len(self.statistics.low)
-        return self.network.read(*self._prompt(inputs), self._pixels(inputs), slots, state)
+        ids, mask = self._prompt(inputs)
+        return self.network.read_features(ids, mask, self._features(inputs, ids, mask), slots, state)
 
     def _valued(self, context: Context) -> Tensor:
         return context.hidden

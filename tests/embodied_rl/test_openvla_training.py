@@ -59,7 +59,7 @@ def make_actor(config: Config) -> ActorWorker:
 def trajectories(policy: Any, steps: int = 3, envs: int = 2) -> Trajectories:
     """What a rollout worker records, for random pictures."""
     image = torch.randint(256, (steps * envs, 1, SIZE, SIZE, 3), dtype=torch.uint8)
-    prepared = policy.prepare({"image": image, "instruction": ["push"] * (steps * envs)})
+    prepared = policy.encode(policy.prepare({"image": image, "instruction": ["push"] * (steps * envs)}))
     output = policy.act(prepared, deterministic=False, generator=SlotNoise(0, range(steps * envs)))
     shaped = lambda x: x.view(steps, envs, *x.shape[1:])  # noqa: E731
     never = torch.zeros(steps, envs, 1, dtype=torch.bool)
@@ -73,7 +73,7 @@ def trajectories(policy: Any, steps: int = 3, envs: int = 2) -> Trajectories:
 def test_an_iteration_of_ppo_acts_learns_and_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     with Cluster(cpu_slots=2, timeout_s=120) as cluster:
-        team = Team(settings({"lora_rank": 4}), cluster)
+        team = Team(settings({"lora_rank": 4, "reuse_features": True}), cluster)
         team.sync_weights()
         before = team.actor.weights([]).result()[0][0]
         done = team.iterate(0, 2)
@@ -97,6 +97,25 @@ def test_frozen_weights_stay_and_are_not_optimised() -> None:
     assert changed and all(name.startswith(("network.projector.", "critic.")) for name in changed)
     assert set(actor.policy.learned_state()) >= changed
     assert not any("language_model" in name for name in actor.policy.learned_state())
+
+
+def test_an_update_from_features_is_that_from_pictures() -> None:
+    learned, seen = [], []
+    for reused in (False, True):
+        algorithm = {"epochs": 2, "minibatches": 2, "micro_batch": 2, "kl_coef": 0.1}
+        actor = make_actor(settings({"frozen": ("vision_backbone",), "reuse_features": reused}, algorithm=algorithm))
+        torch.manual_seed(0)
+        data = trajectories(actor.policy, steps=6)
+        looks: list[int] = []
+        actor.policy.network.vision_backbone.register_forward_hook(lambda *_, looks=looks: looks.append(1))
+        actor.update([data])
+        learned.append(actor.policy.learned_state())
+        seen.append(len(looks))
+    assert seen[0] > 0 and seen[1] == 0
+    begun = build_policy(settings(), SPEC).state_dict()
+    for name, expected in learned[0].items():
+        torch.testing.assert_close(learned[1][name], expected, rtol=0, atol=1e-6)
+    assert not torch.equal(learned[1]["network.projector.fc1.weight"], begun["network.projector.fc1.weight"])
 
 
 def test_a_critic_of_the_state_moves_nothing_else_and_sees_what_the_policy_does_not() -> None:
@@ -170,12 +189,12 @@ def test_an_env_that_does_not_fit_is_told_once_it_is_known(spec: dict, openvla: 
 
 
 def test_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
-    """With all that a run may hold beyond plain PPO: a reference, a critic that warms up, several rollouts."""
+    """With what a run may hold beyond plain PPO: a reference, a critic that warms up, several rollouts, features."""
     recipe = tmp_path / "picture.yaml"
     algorithm = {"kl_coef": 0.1, "critic_warmup": 1, "epochs": 2, "minibatches": 2, "lr": 1e-3}
     layer = {
         "env": ENV,
-        "policy": {"kind": "openvla"},
+        "policy": {"kind": "openvla", "openvla": {"frozen": ["vision_backbone"], "reuse_features": True}},
         "rollout": {"steps": 4, "epochs": 2},
         "algorithm": algorithm,
         "train": {"iterations": 4, "checkpoint_every": 2},

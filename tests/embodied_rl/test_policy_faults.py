@@ -62,6 +62,8 @@ def test_sound_checkpoints_have_no_fault() -> None:
         ({"tokenizer": "/nowhere"}, "tokenizer", "/nowhere has no tokenizer.json"),
         ({"lora_rank": 4, "lora_targets": ("q_porj",)}, "lora_targets", "match no trainable module: ['q_porj']"),
         ({"adapter": "/nowhere"}, "adapter", "/nowhere is no LoRA adapter"),
+        ({"reuse_features": True}, "reuse_features", "vision_backbone.featurizer.cls_token, which is trained"),
+        ({"reuse_features": True, "lora_rank": 2, "lora_targets": ("qkv",)}, "lora_targets", "is trained"),
         ({"lora_rank": 4, "frozen": ("projector",)}, "policy.openvla", "lora and frozen are given"),
     ],
 )
@@ -235,4 +237,5 @@ def test_a_dry_run_shows_where_adapters_go_and_what_an_iteration_is(capsys: pyte
     print_dry_run(config, Path("runs/one"), resume=False)
     said = capsys.readouterr().out
     assert "adapters on projector.fc1 x 1" in said and "layers.*.self_attn.q_proj x 2" in said
+    assert f"rollout buffer     0.001 GB = 144 chunk steps x {56 * 56 * 3 + 64 * 8 + 8 * 12 + 7 + 8} bytes" in said
     assert "7 optimiser steps an iteration on 32 decisions each" in said and "7 optimiser steps on 32 samples" in said

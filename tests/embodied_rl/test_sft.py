@@ -124,6 +124,16 @@ def test_micro_batches_change_nothing(data: Path, policy: dict[str, Any] | None)
     assert results[1] == pytest.approx(results[0], rel=1e-4)
 
 
+def test_features_of_frozen_towers_are_learned_from_like_pictures(data: Path) -> None:
+    results = []
+    for reused in (False, True):
+        openvla = {"frozen": ("vision_backbone",), "reuse_features": reused}
+        imitator = make_imitator(data, {"kind": "openvla", "openvla": openvla})
+        (metrics,) = iterate(imitator, 1)
+        results.append(metrics)
+    assert results[1] == pytest.approx(results[0], rel=1e-4) and "features" in imitator._kept.popitem()[1][0]
+
+
 def test_passes_follow_each_other_and_miss_no_row() -> None:
     rows = np.arange(100, 110)
     drawn = np.concatenate([batches(rows, iteration, 2, 5, seed=0).ravel() for iteration in range(3)])

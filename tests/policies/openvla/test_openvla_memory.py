@@ -49,6 +49,21 @@ def test_adapters_and_checkpointing_save_what_they_are_for() -> None:
     assert adapted.parameters == full.parameters + 4 * rank_32
 
 
+def test_features_are_recorded_in_place_of_pictures_and_not_computed_again() -> None:
+    """A picture of 56 x 56 becomes 16 patches of 64 and 48 numbers; beside it is a prompt of 20 ids of 8 bytes."""
+    config, prompt = openvla.read_config("openvla-tiny"), 20 * 8
+    pictures, features = (
+        estimate_memory(config, OpenVLASettings(frozen=("vision_backbone",), reuse_features=reused), 1, 1, 20)
+        for reused in (False, True)
+    )
+    assert (pictures.recorded, features.recorded) == (3 * 56 * 56 + prompt, 16 * (64 + 48) * 4 + prompt)
+    vision = 2 * 2 * 12 * (21 * 64**2 + 16 * 48**2) + 2 * 16 * 3 * 14**2 * (64 + 48)
+    assert pictures.learning_flops - features.learning_flops == vision, "2 of 3 blocks of each tower, and the patches"
+    assert pictures.flops == features.flops == features.learning_flops / 3 + vision, "the rest is learned from"
+    whole = estimate_memory(config, OpenVLASettings(), 1, 1, 20)
+    assert whole.learning_flops == 3 * whole.flops
+
+
 def test_activations_grow_with_the_micro_batch() -> None:
     one, four = estimate(), estimate(micro_batch=4)
     assert 3.9 < four.activations / one.activations < 4.1

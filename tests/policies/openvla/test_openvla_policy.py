@@ -210,6 +210,34 @@ def test_prepared_observations_can_be_stacked_and_used_instead() -> None:
         assert torch.equal(raw.logprob, output.logprob)
 
 
+def test_features_take_the_place_of_a_picture() -> None:
+    """One for each of 16 patches and of the widths 32 and 48, as the towers of the golden model are."""
+    policy, seen = golden_policy(frozen=("vision_backbone",), reuse_features=True), observation()
+    encoded = policy.encode(policy.prepare(seen))
+    assert {key: tuple(value.shape) for key, value in encoded.items()} == {"prompt": (8, 29), "features": (8, 16, 80)}
+    assert not encoded["features"].requires_grad
+    from_picture, from_features = (policy.act(x, False, SlotNoise(0, range(8))) for x in (seen, encoded))
+    for name, expected in vars(from_picture).items():
+        assert torch.equal(getattr(from_features, name), expected), name
+    assert torch.equal(policy.value(encoded), policy.value(seen))
+    pictures, features = (policy.evaluate(x, from_picture.token) for x in (seen, encoded))
+    assert all(torch.equal(*pair) for pair in zip(pictures, features, strict=True)) and features[0].requires_grad
+    assert policy.encode(encoded).keys() == encoded.keys() and "pixels" in golden_policy().encode(seen)
+
+
+@pytest.mark.parametrize(
+    ("options", "trained"),
+    [
+        ({}, "vision_backbone.featurizer.cls_token"),
+        ({"frozen": ("projector",)}, "vision_backbone.featurizer.cls_token"),
+        ({"lora": {"rank": 2, "targets": ("q_proj", "qkv")}}, "blocks.0.attn.qkv.lora_A"),
+    ],
+)
+def test_features_that_learning_changes_are_not_reused(options: dict[str, Any], trained: str) -> None:
+    with pytest.raises(ValueError, match=f"reuse_features keeps .*{trained}.* is trained .and [0-9]+ more"):
+        openvla.load("openvla-tiny", reuse_features=True, **options)
+
+
 @pytest.mark.parametrize("position", ["first", "last", "mean"])
 def test_the_value_of_an_observation(position: str) -> None:
     """Under `first` no action has a part in it; else it is the value of the greedy action."""

@@ -172,6 +172,18 @@ def test_prepared_observations_can_be_stored_and_used_instead() -> None:
     assert torch.equal(raw.logprob, output.logprob)
 
 
+def test_features_take_the_place_of_pictures() -> None:
+    """Of two cameras, scaled and shifted by the instruction, whose words no adapter changes."""
+    policy, seen = golden_oft.__wrapped__(**EVERYTHING, lora={"rank": 2}, reuse_features=True), full_observation()
+    encoded = policy.encode(policy.prepare(seen))
+    assert encoded.keys() == {"prompt", "state", "features"} and encoded["features"].shape == (8, 2 * 16, 80)
+    from_picture, from_features = (policy.act(x, False, SlotNoise(0, range(8))) for x in (seen, encoded))
+    for name, expected in vars(from_picture).items():
+        assert torch.equal(getattr(from_features, name), expected), name
+    with pytest.raises(ValueError, match="reuse_features keeps .*language_model.model.embed_tokens.* is trained"):
+        openvla_oft.load("openvla-oft-tiny", film=True, frozen=("vision_backbone",), reuse_features=True)
+
+
 def test_demonstrated_actions_become_tokens_that_decode_to_them() -> None:
     policy, seen = golden_oft(gripper="libero"), full_observation(2)
     output = policy.act(seen, False, SlotNoise(0, range(2)))
