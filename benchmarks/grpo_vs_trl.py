@@ -34,7 +34,6 @@ from reasoning.actor import LanguageActor
 from reasoning.config import MathConfig, with_preset
 from reasoning.data import Problem
 from reasoning.models import LanguageModel
-from reasoning.packing import cut
 from reasoning.samples import Completion, Group, Prompt
 from reasoning.team import MathTeam
 from scheduler.cluster import Cluster

@@ -61,8 +61,8 @@ def cut(sequences: Sequence[Sample], budget: int, hidden: int) -> list[list[Row]
 def _rows(sequences: Sequence[Sample], hidden: int) -> Iterator[Row]:
     """Completions share a row while that saves more by their prompt than it costs by attention to each other.
 
-    A row of T tokens costs T (1 + T / 6 hidden): the weights of a layer have 12 hidden^2 elements, attention over T costs
-    as much as 2 T hidden more. By completion that is least where T - prompt = sqrt(prompt (6 hidden + prompt)).
+    A row of T tokens costs T (1 + T / 6 hidden): the weights of a layer have 12 hidden^2 elements, and attention over T
+    costs as much as 2 T hidden more. By completion that is least where T - prompt = sqrt(prompt (6 hidden + prompt)).
     """
     by_group: dict[int, list[int]] = {}
     for number, sequence in enumerate(sequences):
