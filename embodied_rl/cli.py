@@ -344,7 +344,7 @@ def report(
         try:
             typer.echo(write_report(run))
             if curve is not None:
-                write_curve(run, curve)
+                write_curve([run], curve)
                 typer.echo(curve)
         except ValueError as error:
             _refuse([_not_a_run(run, str(error))], "the report")

@@ -8,6 +8,7 @@ read: `report_data.py`; what each section says: `report_sections.py`; drawing: `
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -45,23 +46,28 @@ def write_report(run_dir: Path) -> Path:
     return _write(run.path / REPORT_FILE, html)
 
 
-def write_curve(run_dir: Path, path: Path) -> Path:
-    """Write the run's success over env steps as a stand-alone SVG, for a README, and return its path.
+def write_curve(run_dirs: Sequence[Path], path: Path, title: str | None = None) -> Path:
+    """Write success over env steps as a stand-alone SVG, for a README, and return its path.
+
+    Args:
+        run_dirs: one run, or up to four, each in a colour of its own.
+        title: default: the name of the first run.
 
     Raises:
-        ValueError: `run_dir` is not the directory of a run, has no success to draw; or `path` is not .svg.
+        ValueError: one is not the directory of a run, has no success to draw; or `path` is not .svg.
     """
     path = Path(path)
     if path.suffix.lower() != ".svg":
         raise ValueError(f"the curve is written as SVG: give a path that ends in .svg, not {path.name!r}")
-    run = load_run(run_dir)
-    series = sections.success_series(run)
-    if not series:
-        raise ValueError(f"{run_dir} has no success rates to draw yet")
+    runs = [load_run(run_dir) for run_dir in run_dirs]
+    run, title = runs[0], title or runs[0].name
+    if empty := [str(one.path) for one in runs if not sections.success_series(one)]:
+        raise ValueError(f"{empty[0]} has no success rates to draw yet")
+    series = sections.success_series(run) if len(runs) == 1 else sections.success_of_all(runs)
     svg = line_chart(
         series,
-        label=f"Success of {run.name}",
-        title=f"{run.name}: success over {sections.x_unit(run)}",
+        label=f"Success of {title}",
+        title=f"{title}: success over {sections.x_unit(run)}",
         width=760,
         height=320,
         percent=True,
@@ -69,7 +75,7 @@ def write_curve(run_dir: Path, path: Path) -> Path:
         style=STANDALONE_CHART_STYLE,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    return _write(path, f"<!-- {escape(run.name).replace('--', '- -')} -->\n{svg}\n")
+    return _write(path, f"<!-- {escape(title).replace('--', '- -')} -->\n{svg}\n")
 
 
 def _write(path: Path, text: str) -> Path:

@@ -20,7 +20,8 @@ SMOOTH_FROM = 30  # points from which a moving average is drawn over the raw lin
 class Series:
     """One line or set of points; x ascending, all values finite.
 
-    `colour` is a CSS class, `s1` to `s4`. `interval`: low and high of each point, drawn as whiskers.
+    `colour` is a CSS class, `s1` to `s4`. One without a name is not in the legend.
+    `interval`: low and high of each point, drawn as whiskers.
     """
 
     name: str
@@ -172,7 +173,7 @@ def _labels(ticks: Sequence[float]) -> list[str]:
 def _caption(title: str, series: Sequence[Series], left: int) -> str:
     parts = [f'<text class="title" x="{left}" y="28">{escape(title)}</text>']
     x = float(left)
-    for one in series:
+    for one in (one for one in series if one.name):
         sign = f'<circle class="point {one.colour}" cx="{x + 6:.0f}" cy="46.5" r="3.5"/>'
         if not one.points:
             sign = f'<line class="line {one.colour}" x1="{x:.0f}" x2="{x + 13:.0f}" y1="46.5" y2="46.5"/>'

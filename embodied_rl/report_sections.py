@@ -9,7 +9,9 @@ import base64
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
+from itertools import cycle
 from typing import Any
 from urllib.parse import quote
 
@@ -151,6 +153,14 @@ def success_series(run: Run) -> list[Series]:
     if counted and finite(run.last.get(run.x_key)):
         x, rate = float(run.last[run.x_key]), counted[0] / counted[1]
         out.append(Series("final evaluation", [x], [rate], "s3", points=True, interval=[wilson_interval(*counted)]))
+    return out
+
+
+def success_of_all(runs: Sequence[Run]) -> list[Series]:
+    """Success of several runs, a colour for each: in training episodes (line), and in evaluations (points)."""
+    out = []
+    for run, colour in zip(runs, cycle(["s1", "s2", "s3", "s4"]), strict=False):
+        out += [replace(one, name="" if one.points else run.name, colour=colour) for one in success_series(run)]
     return out
 
 

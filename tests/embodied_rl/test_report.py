@@ -184,7 +184,7 @@ def test_text_from_the_run_is_never_markup(tmp_path: Path) -> None:
     assert checker.tags.count("script") == 1 and "taken'</script>" not in html
     assert "&lt;script&gt;document.title=" in html
     assert checker.tags.count("h1") == 1 and "&lt;b&gt;&#x27;push&#x27; &amp; &quot;co&quot;</h1>" in html
-    ElementTree.fromstring(write_curve(run_dir, tmp_path / "curve.svg").read_text())
+    ElementTree.fromstring(write_curve([run_dir], tmp_path / "curve.svg").read_text())
 
 
 def test_a_killed_run_says_what_is_missing(tmp_path: Path) -> None:
@@ -255,14 +255,23 @@ def test_wilson_intervals_match_published_values() -> None:
 def test_the_curve_is_a_standalone_svg(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "push")
     evaluation(run_dir)
-    path = write_curve(run_dir, tmp_path / "docs" / "curve.svg")
+    path = write_curve([run_dir], tmp_path / "docs" / "curve.svg")
     root = ElementTree.fromstring(path.read_text())
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     tags = [element.tag.split("}")[1] for element in root.iter()]
     assert tags.count("polyline") == 2 and tags.count("circle") == 4 + 1 + 2  # evaluations, final, legend
     assert not re.search(r"(href|src)=|@import|url\(", path.read_text())
     with pytest.raises(ValueError, match=r"ends in \.svg"):
-        write_curve(run_dir, tmp_path / "curve.png")
+        write_curve([run_dir], tmp_path / "curve.png")
+
+
+def test_a_curve_of_several_runs_names_and_colours_each(tmp_path: Path) -> None:
+    run_dirs = [make_run(tmp_path / name) for name in ("seed_0", "seed_1")]
+    text = write_curve(run_dirs, tmp_path / "curve.svg", "push").read_text()
+    root = ElementTree.fromstring(text)
+    assert "push" in text and [text.count(f">{run.name}<") for run in run_dirs] == [1, 1]
+    lines = [element.get("class") for element in root.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert {"line s1", "line s2"} <= set(lines)
 
 
 def test_a_moving_average_keeps_a_constant_and_does_not_lag() -> None:
