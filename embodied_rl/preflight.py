@@ -98,6 +98,10 @@ def _elsewhere_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str
     if env.python is not None and env.server:
         problem = "env.server is given too, whose interpreter is its own"
         yield ("env.python", "env.server"), Fault("env.python", env.python, problem, "leave one out")
+    if env.sim_backend == "gpu":
+        problem = "envs of a server, or of another interpreter, are simulated on CPUs"
+        fault = Fault("env.sim_backend", "gpu", problem, "nearest valid: auto")
+        yield ("env.sim_backend", "env.server", "env.python"), fault
     try:
         if env.server_token_file is not None:
             read_token(env.server_token_file)

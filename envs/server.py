@@ -15,14 +15,17 @@ import hmac
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -50,13 +53,14 @@ class EnvServer:
         bind: "ipc://PATH", or "tcp://HOST:PORT", with "*" for any free port.
         token: what clients have to know; needed where others than this machine can connect.
 
-    Raises ValueError for an address that would be open to everybody.
+    Raises ValueError for an address that would be open to everybody, or is another server's or a file.
     """
 
     def __init__(
         self, kind: str, env_id: str, bind: str, token: bytes | None = None, limits: Limits | None = None
     ) -> None:
         require_safe(bind, token)
+        require_free(bind)
         self.kind, self.id, self.limits = kind, env_id, limits or Limits()
         self.sessions: dict[bytes, Session] = {}
         self.counts: Counter[str] = Counter()
@@ -309,11 +313,23 @@ class EnvServer:
 def require_safe(bind: str, token: bytes | None) -> None:
     """Raises ValueError for an address that others than this machine's programs could use without a token."""
     scheme, _, rest = bind.partition("://")
-    host = rest.rpartition(":")[0].strip("[]")
-    if scheme not in ("ipc", "tcp"):
+    host, _, port = rest.rpartition(":")
+    if scheme not in ("ipc", "tcp") or (scheme == "tcp" and not (host and (port.isdecimal() or port == "*"))):
         raise ValueError(f"{bind} is no address; expected ipc://PATH or tcp://HOST:PORT")
-    if scheme == "tcp" and token is None and host not in ("127.0.0.1", "localhost", "::1"):
+    if scheme == "tcp" and token is None and host.strip("[]") not in ("127.0.0.1", "localhost", "::1"):
         raise ValueError(f"{bind} would let everybody in who can reach it; give --token-file, or bind to 127.0.0.1")
+
+
+def require_free(bind: str) -> None:
+    """Raises ValueError for the path of a server that runs, or of a file, either of which libzmq would remove."""
+    path = Path(bind.removeprefix("ipc://"))
+    if not bind.startswith("ipc://") or not path.exists():
+        return
+    if not path.is_socket():
+        raise ValueError(f"{path} is there already, and is no socket")
+    with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):  # a server that was killed leaves it behind
+        probe.connect(str(path))
+        raise ValueError(f"a server listens at {path} already")
 
 
 def serve_metrics(server: EnvServer, port: int) -> int:
@@ -340,7 +356,6 @@ def serve_metrics(server: EnvServer, port: int) -> int:
 
 def main() -> None:
     """The command line; `embodied-rl serve-env` has the same options."""
-    own = Limits()
     parser = argparse.ArgumentParser(prog="python -m envs.server", description="Serve the envs of one simulator.")
     parser.add_argument("kind", help="maniskill, libero, gymnasium, or module:Class")
     parser.add_argument("id")
@@ -348,22 +363,22 @@ def main() -> None:
     parser.add_argument("--token-file", help="needed unless only this machine can connect")
     parser.add_argument("--metrics-port", type=int, help="/healthz and /metrics on 127.0.0.1")
     parser.add_argument("--parent", type=int, help="a descriptor whose closing ends the server")
-    for name, value in vars(own).items():
-        parser.add_argument(
-            f"--{name.removesuffix('_s').replace('_', '-')}", dest=name, type=type(value), default=value
-        )
+    for limit in fields(Limits):
+        name, kind = limit.name.removesuffix("_s").replace("_", "-"), type(limit.default)
+        about = f"{limit.metadata['about']} ({limit.default})"
+        parser.add_argument(f"--{name}", dest=limit.name, type=kind, default=limit.default, help=about)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s env server %(levelname)s %(message)s")
     try:
         token = wire.read_token(args.token_file) if args.token_file else None
-        limits = Limits(**{name: getattr(args, name) for name in vars(own)})
+        limits = Limits(**{limit.name: getattr(args, limit.name) for limit in fields(Limits)})
         server = EnvServer(args.kind, args.id, args.bind, token, limits)
+        if args.metrics_port is not None:
+            print(f"metrics on http://127.0.0.1:{serve_metrics(server, args.metrics_port)}/metrics", flush=True)
     except (OSError, ValueError, zmq.ZMQError) as error:
         sys.exit(f"env server: {error}")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop(at_once=server._ends_at is not None))
-    if args.metrics_port is not None:
-        print(f"metrics on http://127.0.0.1:{serve_metrics(server, args.metrics_port)}/metrics", flush=True)
     print(f"serving {args.id} ({args.kind}) on {server.address}", flush=True)
     server.run(args.parent)
     os._exit(0)  # a simulator that is being made in a thread would keep the process

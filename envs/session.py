@@ -27,24 +27,20 @@ MAX_IMAGE = 1024  # pixels
 MAX_CHUNK = 1000
 
 
+def _limit(default: Any, about: str) -> Any:
+    return field(default=default, metadata={"about": about})
+
+
 @dataclass(frozen=True)
 class Limits:
-    """What a server allows. Times in seconds.
+    """What a server allows. Times in seconds."""
 
-    Attributes:
-        max_envs: of each session.
-        processes: env processes of each session.
-        step_timeout_s: a process silent for longer is replaced.
-        session_timeout_s: a session whose trainer is silent for longer is closed.
-        drain_s: how long sessions may go on once the server has been asked to end.
-    """
-
-    max_sessions: int = 8
-    max_envs: int = 1024
-    processes: int = len(os.sched_getaffinity(0))
-    step_timeout_s: float = 120.0
-    session_timeout_s: float = 120.0
-    drain_s: float = 30.0
+    max_sessions: int = _limit(8, "trainers at once")
+    max_envs: int = _limit(1024, "envs of each session")
+    processes: int = _limit(len(os.sched_getaffinity(0)), "env processes of each session")
+    step_timeout_s: float = _limit(120.0, "seconds: an env process silent for longer is replaced")
+    session_timeout_s: float = _limit(120.0, "seconds: a session whose trainer is silent for longer is closed")
+    drain_s: float = _limit(30.0, "seconds that sessions may go on once the server has been asked to end")
 
 
 @dataclass
@@ -180,6 +176,8 @@ class Work:
             raise EnvError(
                 f"the server takes no option '{foreign[0]}' for {settings.id}; it takes {', '.join(allowed)}"
             )
+        if settings.simulator.get("sim_backend") == "gpu":
+            raise EnvError("a server simulates on its CPUs: sim_backend has to be cpu or auto")
         if (size := settings.simulator.get("image_size")) and not 1 <= size <= MAX_IMAGE:
             raise EnvError(f"images of {size} pixels; the server draws up to {MAX_IMAGE}")
         return settings

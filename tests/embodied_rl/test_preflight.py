@@ -131,6 +131,8 @@ def test_a_gpu_simulation_needs_a_gpu(run_dir: Path, monkeypatch: pytest.MonkeyP
     assert check(on_gpu, run_dir)["env.sim_backend"].hint == "nearest valid: auto"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert check(on_gpu, run_dir) == {}
+    away = config("env.sim_backend=gpu", "env.server=tcp://127.0.0.1:5005")
+    assert "simulated on CPUs" in check(away, run_dir)["env.sim_backend"].problem
 
 
 def test_grpo_needs_whole_episodes_of_the_envs_own_length(run_dir: Path) -> None:

@@ -37,9 +37,15 @@ def start() -> Iterator[Start]:
     """Starts servers in threads."""
     running: list[tuple[EnvServer, threading.Thread]] = []
 
-    def begin(bind: str = "tcp://127.0.0.1:*", token: bytes | None = None, **limits: float) -> EnvServer:
+    def begin(
+        bind: str = "tcp://127.0.0.1:*",
+        token: bytes | None = None,
+        kind: str = "toy:Toy",
+        env_id: str = "Toy",
+        **limits: float,
+    ) -> EnvServer:
         allowed = Limits(**{"processes": 2, **limits})  # type: ignore[arg-type]
-        server = EnvServer("toy:Toy", "Toy", bind, token, allowed)
+        server = EnvServer(kind, env_id, bind, token, allowed)
         thread = threading.Thread(target=server.run)
         running.append((server, thread))
         thread.start()
@@ -169,6 +175,13 @@ def test_what_is_not_served_is_refused_with_what_is(start: Start) -> None:
     pool.close()
 
 
+def test_a_simulation_on_a_gpu_is_refused_before_it_is_made(start: Start) -> None:
+    pool = RemotePool(start(kind="maniskill", env_id="PushCube-v1").address, "maniskill", "PushCube-v1", timeout_s=20)
+    with pytest.raises(EnvError, match="simulates on its CPUs"):
+        pool.vector_env(EnvSettings("maniskill", "PushCube-v1", simulator={"sim_backend": "gpu"}), range(1))
+    pool.close()
+
+
 # --- who may speak ------------------------------------------------------------------------------------------
 
 
@@ -176,8 +189,21 @@ def test_an_address_open_to_others_needs_a_token() -> None:
     for bind in ("tcp://*:0", "tcp://0.0.0.0:7000", "tcp://robot.lan:7000", "tcp://[::]:7000"):
         with pytest.raises(ValueError, match="--token-file"):
             EnvServer("toy:Toy", "Toy", bind)
-    with pytest.raises(ValueError, match="no address"):
-        EnvServer("toy:Toy", "Toy", "127.0.0.1:7000")
+    for bind in ("127.0.0.1:7000", "tcp://127.0.0.1", "tcp://127.0.0.1:", "tcp://127.0.0.1:port"):
+        with pytest.raises(ValueError, match="no address"):
+            EnvServer("toy:Toy", "Toy", bind)
+
+
+def test_a_path_that_is_a_files_or_another_servers_is_left_alone(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    file.write_text("mine")
+    with pytest.raises(ValueError, match="no socket"):
+        EnvServer("toy:Toy", "Toy", f"ipc://{file}")
+    assert file.read_text() == "mine"
+    taken = start(bind=f"ipc://{tmp_path}/server")
+    with pytest.raises(ValueError, match="listens at .* already"):
+        EnvServer("toy:Toy", "Toy", taken.address)
+    connect(taken).close()
 
 
 def test_only_those_who_know_the_token_get_in_and_what_they_said_cannot_be_said_again(start: Start) -> None:
