@@ -1,6 +1,6 @@
 """Chunk steps through an env server, against the env pool in the same process: one table.
 
-    python benchmarks/env_server.py                                       # about 12 minutes on two idle cores
+    python benchmarks/env_server.py                                       # everything, in one run
     python benchmarks/env_server.py --env PushCube-v1 --batches 2,8       # a part of it
     python benchmarks/env_server.py --env StackCube-v1+pictures --batches 64 --chunks 8
 
