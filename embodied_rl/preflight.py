@@ -8,38 +8,24 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import shutil
-import tempfile
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from embodied_rl.checkpoint import latest_checkpoint, read_manifest
 from embodied_rl.config import Config, first_placement
 from embodied_rl.consistency import GROUPS, episode_fault, visible_devices
-from embodied_rl.faults import Fault, any_of, show
+from embodied_rl.faults import Fault, any_of
 from embodied_rl.mixture import env_parts
 from embodied_rl.policy_faults import policy_faults
-from embodied_rl.runs import runs_in
-from embodied_rl.schema import all_keys, flat
+from embodied_rl.run_faults import run_faults
 from envs.base import EnvError
 from envs.catalog import download_command, gymnasium_envs, maniskill_envs, missing_assets
 from envs.put_on_plate.assets import is_bridge, lacking
 from envs.put_on_plate.scenes import HORIZON, RENAMED, SCENES
 from scheduler.placement import parse_placement
 
-# What a resumed run may change: how long, how watched and where it runs, not what is learned from what.
-MAY_CHANGE = (
-    "train.",
-    "evaluation.",
-    "tracking.",
-    "cluster.",
-    "run_root",
-    "name",
-    "placement",
-    "env.processes",
-    "env.step_timeout_s",
-    "env.server",
-    "env.python",
-)
+MAY_CHANGE = ("env.processes", "env.step_timeout_s", "env.server", "env.python")  # in a resumed run
 
 
 def preflight(
@@ -54,10 +40,8 @@ def preflight(
     faults = environment_faults(config, dry_run, defaulted)
     if not any(key.startswith("policy.") for key in defaulted):
         faults += policy_faults(config)
-    if fault := _unwritable(run_dir):
-        faults.append(fault)
-    elif resume:
-        faults += _resume_faults(config, run_dir, defaulted)
+    command = "train" if config.sft.data is None else "sft"
+    faults += run_faults(config, run_dir, resume, defaulted, MAY_CHANGE, command, partial(_rank_faults, config))
     return faults
 
 
@@ -243,32 +227,13 @@ def _near_ids(env_id: str, known: Collection[str], other_kind: str, others: Coll
 # --- the run directory --------------------------------------------------------------------------------------
 
 
-def _unwritable(run_dir: Path) -> Fault | None:
-    """Creates a file in the run directory and leaves nothing behind: permissions would not tell for root."""
-    created: list[Path] = []
-    try:
-        for folder in (*reversed(run_dir.parents), run_dir):
-            if not folder.exists():
-                folder.mkdir()
-                created.append(folder)
-        with tempfile.NamedTemporaryFile(dir=run_dir):
-            return None
-    except OSError as error:
-        blocking = next((path for path in (run_dir, *run_dir.parents) if path.is_file()), None)
-        problem = f"{blocking} is a file, not a directory" if blocking else error.strerror or str(error)
-        return Fault("run directory", str(run_dir), f"cannot be written: {problem}", "choose another run_root=...")
-    finally:
-        for folder in reversed(created):
-            folder.rmdir()
-
-
-def _rank_faults(config: Config, old_placement: str, checkpoint: Path, hint: str) -> list[Fault]:
+def _rank_faults(config: Config, old: dict[str, Any], checkpoint: Path, hint: str) -> list[Fault]:
     """A checkpoint holds the state of each env and actor worker, so their number stays."""
     devices = visible_devices(config)
     if devices is None:
         return []
     try:
-        texts = (first_placement(old_placement), config.initial_placement)
+        texts = (first_placement(str(old.get("placement"))), config.initial_placement)
         old, new = (parse_placement(text, devices[0], GROUPS, devices[1]) for text in texts)
     except ValueError:  # this machine has other devices than the old one, or the placement is a fault of its own
         return []
@@ -283,33 +248,3 @@ def _rank_faults(config: Config, old_placement: str, checkpoint: Path, hint: str
         for group in ("env", "actor")
         if len(old[group].ranks) != len(new[group].ranks)
     ]
-
-
-def _resume_faults(config: Config, run_dir: Path, defaulted: Collection[str]) -> list[Fault]:
-    checkpoint, skipped = latest_checkpoint(run_dir)
-    if checkpoint is None:
-        others = [str(path) for path in runs_in(run_dir.parent) if path != run_dir][:5]
-        candidates = f"runs with checkpoints: {', '.join(others)}" if others else "to start anew, leave --resume out"
-        if not skipped:
-            if (run_dir / "config.yaml").is_file():  # it died before its first checkpoint: it starts again
-                return []
-            what = "holds no run" if run_dir.is_dir() else "does not exist"
-            return [Fault("--resume", None, f"nothing to resume: {run_dir} {what}", candidates)]
-        wrong = "; ".join(warning.removeprefix("skipped ") for warning in skipped)
-        return [Fault("--resume", None, f"no usable checkpoint: {wrong}", candidates)]
-    defaults = {name: key.default for name, key in all_keys().items()}
-    try:
-        old = defaults | flat(read_manifest(checkpoint).config)
-    except AttributeError:
-        return [Fault("--resume", str(checkpoint), "the configuration in its manifest.json is damaged", "")]
-    new = flat(config.model_dump(mode="json"))
-    command = "train" if config.sft.data is None else "sft"
-    hint = f"to go on as it was: embodied-rl {command} {run_dir} --resume"
-    faults = _rank_faults(config, str(old.get("placement")), checkpoint, hint)
-    for key in dict.fromkeys((*new, *old)):
-        if key.startswith(MAY_CHANGE) or key in defaulted or old.get(key) == new.get(key):
-            continue
-        what = "network" if key.startswith("policy.") else "env" if key.startswith("env.") else "run"
-        problem = f"a resumed run keeps its {what}; it was {show(old.get(key))} in {checkpoint.name}"
-        faults.append(Fault(key, show(new.get(key)), problem, hint))
-    return faults

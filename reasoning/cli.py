@@ -9,10 +9,14 @@ from pathlib import Path
 
 import typer
 
-from embodied_rl.faults import Fault, print_faults
+from embodied_rl.faults import Fault, defaulted_keys, print_faults
 from embodied_rl.recipe import recipe_name
+from embodied_rl.run_faults import run_faults
 from embodied_rl.runs import choose_run_dir
 from reasoning.recipe import RECIPES, load_recipe
+
+# In a resumed run: how answers are compared, and how much is held in memory at once.
+MAY_CHANGE = ("reward.processes", "reward.timeout_s", "sampling.max_rows", "algorithm.token_budget")
 
 __all__ = ["RECIPES", "evaluate", "train"]
 
@@ -23,8 +27,10 @@ def train(words: list[str], resume: bool, dry_run: bool, command: str) -> int:
     config, faults = load_recipe(recipe, overrides)
     given_run = RECIPES.run_directory(recipe)
     resumed = str(given_run) if resume and given_run else resume
-    run_dir, run_faults = choose_run_dir(config, recipe_name(recipe), resumed)  # type: ignore[arg-type]
-    if faults := faults + run_faults:
+    run_dir, name_faults = choose_run_dir(config, recipe_name(recipe), resumed)  # type: ignore[arg-type]
+    faults += name_faults
+    faults += run_faults(config, run_dir, resume, defaulted_keys(faults), MAY_CHANGE)
+    if faults:
         print_faults(faults, "training")
         return 2
     if dry_run:

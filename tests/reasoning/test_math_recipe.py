@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from embodied_rl.checkpoint import save_checkpoint
 from embodied_rl.kinds import kind_of, kinds
 from embodied_rl.schema import all_keys
 from reasoning import cli
@@ -84,3 +86,32 @@ def test_a_resolved_configuration_can_be_read_again_and_is_known_by_its_sections
 def test_an_evaluation_names_what_is_wrong_with_its_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.evaluate(["tiny_addition"], "problems.txt", 1, 1.0, None) == 2
     assert "data.test = problems.txt: neither a .jsonl or .parquet file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["model.lora_rank=4"], "model.lora_rank = 4: a resumed run keeps its network; it was null in step_000010"),
+        (["sampling.group_size=4"], "sampling.group_size = 4: a resumed run keeps its run; it was 8 in step_000010"),
+        (["train.iterations=500", "algorithm.token_budget=1024", "reward.processes=2"], None),
+    ],
+)
+def test_a_resumed_run_may_be_longer_and_elsewhere_but_learns_the_same(
+    overrides: list[str], told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = load_recipe("tiny_addition", [])[0].model_dump(mode="json")
+    run_dir = tmp_path / "tiny_addition"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(stored))
+    save_checkpoint(run_dir, 10, {"policy": {"w": torch.ones(1)}}, {}, stored, keep=1)
+    words = ["tiny_addition", f"run_root={tmp_path}", *overrides]
+    code = cli.train(words, resume=True, dry_run=True, command="")
+    if told is None:
+        assert code == 0 and f"would write to {run_dir}" in capsys.readouterr().out
+    else:
+        assert code == 2 and told in capsys.readouterr().err
+
+
+def test_there_must_be_a_run_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.train(["tiny_addition", f"run_root={tmp_path}"], resume=True, dry_run=True, command="") == 2
+    assert f"nothing to resume: {tmp_path / 'tiny_addition'} does not exist" in capsys.readouterr().err
