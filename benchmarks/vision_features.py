@@ -32,8 +32,8 @@ from scheduler.trace import Trace
 
 STATE_SIZE, ACTION_SIZE = 8, 3
 VARIANTS = {
-    "all trained": [],
-    "towers frozen, from pictures": ["frozen=[vision_backbone]"],
+    "all trained": ["frozen=[]", "reuse_features=false"],
+    "towers frozen, from pictures": ["frozen=[vision_backbone]", "reuse_features=false"],
     "towers frozen, from features": ["frozen=[vision_backbone]", "reuse_features=true"],
 }
 
@@ -116,7 +116,7 @@ def main() -> None:
                 times[name].append(time.process_time() - start)
             else:
                 parameters[name] = {key: value.clone() for key, value in actor.policy.learned_state().items()}
-    begun = {name: p for name, p in build_policy(config, spec).named_parameters() if p.requires_grad}
+    begun = {name: p.detach() for name, p in build_policy(config, spec).named_parameters() if p.requires_grad}
     _, pictures, features = parameters.values()
     decisions = config.rollout.epochs * config.chunk_steps * config.env.num_envs
     print(f"{arguments.recipe}: {decisions} decisions an iteration, {config.algorithm.epochs} epochs")
