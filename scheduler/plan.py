@@ -10,7 +10,7 @@ What is minimised, over which plans, is written in `placement_search.py`; the co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from rich.tree import Tree
 
 from scheduler import plan_text
 from scheduler.cuts import Graph
-from scheduler.device_space import Costs, DeviceSet, Fixed, Grid, PlanError, Space, Style
+from scheduler.device_space import Costs, DeviceSet, Fixed, Grid, PlanError, Space, Style, useful_counts
 from scheduler.flow import Flow, Node
 from scheduler.gantt import gantt_svg, gantt_text
 from scheduler.placement_search import Search
@@ -257,6 +257,11 @@ def _plan(
     space: Space = Fixed(costs, placement) if placement is not None else Grid(costs, nodes, _steps(sets))
     search = Search(nodes, graph, space, batches, profile.switches, style)
     root = search.solve()
+    if root is None and placement is None and style != "collocated" and _reuses_groups(nodes):
+        # the grid lets groups that work more than once share all devices, where they may not fit beside each other
+        fixed_spaces = (Fixed(costs, apart) for apart in _apart(flow.groups(), sum(s.count for s in sets)))
+        roots = [Search(nodes, graph, space, batches, profile.switches, style).solve() for space in fixed_spaces]
+        root = min((found for found in roots if found), key=lambda found: found.seconds, default=None)
     if root is None:
         raise PlanError(_why_not(flow, search, sets, style))
     resident = {group: profile.resident_bytes.get(group, 0) for group in flow.groups()}
@@ -271,6 +276,15 @@ def _plan(
 def _reuses_groups(nodes: Sequence[Node]) -> bool:
     groups = [group for node in nodes for group in node.groups]
     return len(set(groups)) < len(groups)
+
+
+def _apart(groups: Sequence[str], count: int) -> Iterator[dict[str, Devices]]:
+    """Placements of some groups on the first devices and of all others on the rest."""
+    for mask in range(1, 2 ** (len(groups) - 1)):
+        first = {group for place, group in enumerate(groups) if mask >> place & 1}
+        for devices in useful_counts(count, (), SMALL_GRID)[1:-1].tolist():
+            sides = tuple(range(devices)), tuple(range(devices, count))
+            yield {group: sides[group not in first] for group in groups}
 
 
 def _graph(nodes: Sequence[Node]) -> Graph:

@@ -355,6 +355,21 @@ def test_devices_of_their_own_avoid_the_switch() -> None:
     assert plan.predicted_s == pytest.approx(16.0)
 
 
+def test_a_group_that_works_before_and_after_another_may_have_devices_of_its_own() -> None:
+    flow, profile = chain("a.make", "b.learn", "a.load"), Profile()
+    for stage, each in {"a.make": 3.0, "b.learn": 1.0, "a.load": 0.0}.items():
+        for n in (1, 4):
+            profile.add(Sample(stage, 8, n, 8 * each / n))
+    profile.resident_bytes.update(a=60 * GIB, b=60 * GIB)
+    plan = make_plan(flow, profile, 4, 8, memory_per_device=80 * GIB)
+    placements = [{"a": range(n), "b": range(n, 4)} for n in (1, 2, 3)]
+    by_hand = [Plan.from_placement(flow, placed, profile, 8, 4, 80 * GIB).predicted_s for placed in placements]
+    assert plan.placement == {"a": (0, 1), "b": (2, 3)} or plan.placement == {"a": (0, 1, 2), "b": (3,)}
+    assert plan.predicted_s == pytest.approx(min(by_hand)) and min(by_hand) < max(by_hand)
+    with pytest.raises(PlanError, match="not together"):
+        make_plan(flow, profile, 4, 8, memory_per_device=80 * GIB, style="collocated")
+
+
 def test_only_what_has_to_go_is_swapped() -> None:
     flow, profile = memory_case(a=40, small=1, b=40)
     plan = make_plan(flow, profile, 1, 8, memory_per_device=45 * GIB)
