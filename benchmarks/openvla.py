@@ -3,6 +3,8 @@
     python benchmarks/openvla.py                      # the tiny preset, a batch of 16, one thread
     python benchmarks/openvla.py --checkpoint DIR --device cuda --dtype bfloat16
     python benchmarks/openvla.py --memory             # what the published 7B model would need, estimated
+    python benchmarks/openvla.py --compile inductor   # OpenVLA-OFT instead: its language model compiled, and not
+    python benchmarks/openvla.py --compile inductor cudagraphs --device cuda --checkpoint DIR --dtype bfloat16
 
 The loop reads image, prompt and the tokens so far in one full forward pass for each token, without a cache. Both sides
 run in turn, and the medians are compared.
@@ -11,6 +13,7 @@ run in turn, and the medians are compared.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -19,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies import SlotNoise, openvla
+from policies import PolicyOutput, SlotNoise, openvla, openvla_oft
 from policies.lora import LoRASettings
-from policies.openvla import OpenVLAPolicy, OpenVLASettings
+from policies.openvla import ActionTokenPolicy, OpenVLAPolicy, OpenVLASettings
 from policies.openvla.config import OpenVLAConfig
 from policies.openvla.memory import estimate_memory
 
@@ -106,6 +109,14 @@ def seconds(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def observation(policy: ActionTokenPolicy, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Random pictures, and prompts of unequal length."""
+    size, count = policy.config.image_size, arguments.batch
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randint(256, (count, 1, size, size, 3), dtype=torch.uint8, generator=generator)
+    return {"image": image.to(arguments.device), "instruction": [WORDS[i % len(WORDS)] for i in range(count)]}
+
+
 def print_memory() -> None:
     """The published model in bfloat16, batches of 64 envs, micro-batches of 8 samples."""
     config = OpenVLAConfig.from_dict({"model_type": "openvla", "torch_dtype": "bfloat16"})
@@ -121,6 +132,31 @@ def print_memory() -> None:
         print(f"{name:24}" + "  ".join(f"{part} {getattr(estimate, part) / 1e9:.1f} GB" for part in names))
 
 
+def compare_compiled(arguments: argparse.Namespace) -> None:
+    """Acting by OpenVLA-OFT, whose shapes are static here, with and without `torch.compile`."""
+    checkpoint = "openvla-oft-tiny" if arguments.checkpoint == "openvla-tiny" else arguments.checkpoint
+    options = {"unnorm_key": arguments.unnorm_key, "dtype": arguments.dtype, "prompt_length": 48}
+    runs: dict[str, Callable[[], PolicyOutput]] = {}
+    outputs: dict[str, PolicyOutput] = {}
+    for backend in (None, *arguments.compile):
+        torch.manual_seed(0)
+        policy = openvla_oft.load(checkpoint, **options, compile=backend).to(arguments.device).eval()
+        seen = policy.prepare(observation(policy, arguments))
+        runs[backend or "eager"] = functools.partial(policy.act, seen, True, None)
+    print(f"{checkpoint}, batch {arguments.batch}, {arguments.device}, {arguments.dtype}, one CPU thread")
+    for name, run in runs.items():
+        start = time.perf_counter()
+        outputs[name] = run()
+        gap = (outputs[name].logprob - outputs["eager"].logprob).abs().max()
+        same = (outputs[name].token == outputs["eager"].token).float().mean()
+        first = time.perf_counter() - start
+        print(f"{name:12} first call {first:7.2f} s; {same:.1%} of greedy tokens as eager, log-probs {gap:.1e} apart")
+    times = seconds(runs, arguments.repeats)
+    for name, value in times.items():
+        ratio = times["eager"] / value
+        print(f"{name:12} {1000 * value / arguments.batch:8.3f} ms a chunk   {ratio:5.2f} x the eager speed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", default="openvla-tiny", help="directory, or name of a preset")
@@ -130,42 +166,41 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--compile", nargs="+", metavar="BACKEND", help="of torch.compile, to compare on OpenVLA-OFT")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.memory:
         print_memory()
         return
+    if arguments.compile:
+        compare_compiled(arguments)
+        return
 
     policy = openvla.load(arguments.checkpoint, unnorm_key=arguments.unnorm_key, dtype=arguments.dtype)
     policy = policy.to(arguments.device).eval()
     plain, count = PlainLoop(policy), arguments.batch
-    generator = torch.Generator().manual_seed(0)
-    size = policy.config.image_size
-    image = torch.randint(256, (count, 1, size, size, 3), dtype=torch.uint8, generator=generator)
-    observation = policy.prepare(
-        {"image": image.to(arguments.device), "instruction": [WORDS[i % len(WORDS)] for i in range(count)]}
-    )
+    seen = policy.prepare(observation(policy, arguments))
 
-    output = policy.act(observation, True, None)
+    output = policy.act(seen, True, None)
     tokens = output.token[:, 0]
-    same = (plain.act(observation) == tokens).float().mean()
-    gap = (plain.logprob(observation, tokens) - output.logprob[:, 0]).abs().max()
+    same = (plain.act(seen) == tokens).float().mean()
+    gap = (plain.logprob(seen, tokens) - output.logprob[:, 0]).abs().max()
     print(f"{arguments.checkpoint}, batch {count}, {arguments.device}, {arguments.dtype}, one CPU thread")
     print(f"same greedy tokens: {same:.1%}; largest difference of log-probs: {gap:.1e}")
 
     parameters = [*policy.parameters(), *plain.llama.parameters()]
     acting = seconds(
         {
-            "plain": lambda: plain.act(observation),
-            "ours": lambda: policy.act(observation, True, None),
-            "sampled": lambda: policy.act(observation, False, SlotNoise(0, range(count))),
+            "plain": lambda: plain.act(seen),
+            "ours": lambda: policy.act(seen, True, None),
+            "sampled": lambda: policy.act(seen, False, SlotNoise(0, range(count))),
         },
         arguments.repeats,
     )
     learning = seconds(
         {
-            "plain": lambda: update(plain.logprob(observation, tokens), parameters),
-            "ours": lambda: update(policy.evaluate(observation, output.token)[0], parameters),
+            "plain": lambda: update(plain.logprob(seen, tokens), parameters),
+            "ours": lambda: update(policy.evaluate(seen, output.token)[0], parameters),
         },
         arguments.repeats,
     )

@@ -66,6 +66,7 @@ class ActionTokenPolicy(Policy):
     network: Prismatic
     presets: Collection[str] = PRESETS
     chunk = 1
+    dynamic_shapes: bool | None = None  # in compiled layers; None: only once a second shape has come
 
     def __init__(self, checkpoint: str, settings: OpenVLASettings, config: OpenVLAConfig) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class ActionTokenPolicy(Policy):
         self.adapted = prepare_training(self.network, settings)
         if settings.compile is not None:
             for layer in self.network.language_model.model.layers:
-                layer.compile(backend=settings.compile, dynamic=True)
+                layer.compile(backend=settings.compile, dynamic=self.dynamic_shapes)
 
     def read_states(self, state_size: int | None) -> None:
         """Take a critic of the env's state; see `value_of_state`. Raises ValueError if the env has none to read."""
@@ -206,6 +207,8 @@ class ActionTokenPolicy(Policy):
         """Ids of the prompts, and which are no pads, [N, L] each."""
         ids = inputs["prompt"].to(self._like.device)
         mask = ids != self.config.pad_token_id
+        if self.settings.compile is not None and not self.dynamic_shapes:
+            return ids, mask
         used = mask.any(0)  # columns of pads would cost time
         return ids[:, used], mask[:, used]
 

@@ -74,6 +74,7 @@ class OpenVLAPolicy(ActionTokenPolicy):
     """Reads one view. Shapes: C = 1."""
 
     network: OpenVLA
+    dynamic_shapes = True  # what is cached grows with each token
 
     def generate(self, context: Context, deterministic: bool, generator: SlotNoise | None) -> tuple[Tensor, Tensor]:
         size = len(self.statistics.low)

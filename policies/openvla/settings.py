@@ -38,7 +38,8 @@ class OpenVLASettings:
         dtype: of the network; None: as stored. The value head and adapters are float32.
         attention: implementation, in the vision towers and in the language model.
         gradient_checkpointing: recompute activations in the backward pass.
-        compile: backend of `torch.compile` for the language model's layers, such as `inductor`; None: not compiled.
+        compile: backend of `torch.compile` for the language model's layers, such as `inductor` or `cudagraphs`; None:
+            not compiled. The latter is for static shapes: OpenVLA-OFT's, in batches of one size under `prompt_length`.
         temperature, top_k, top_p: see `Sampling`.
         value_position, value_hidden, value_detached: see `ValueHead`.
         value_of_state: the critic reads `state`, which the policy does not; see `StateValue`. Of the other options of

@@ -152,6 +152,15 @@ def test_cameras_are_shown_in_their_order() -> None:
     assert not torch.equal(golden_oft(more_views=(1,)).act(swapped, True, None).logprob, expected.logprob)
 
 
+def test_compiled_layers_agree_and_take_prompts_of_one_length() -> None:
+    plain, compiled = golden_oft(), golden_oft.__wrapped__(compile="aot_eager", prompt_length=40)
+    seen = full_observation(2)
+    expected, output = (policy.act(seen, True, None) for policy in (plain, compiled))
+    assert compiled._prompt(compiled.prepare(seen))[0].shape == (2, 40)
+    assert torch.equal(output.token, expected.token)
+    torch.testing.assert_close(output.logprob, expected.logprob, rtol=0, atol=5e-5)
+
+
 @pytest.mark.parametrize("position", ["first", "last", "mean"])
 def test_no_sampled_token_has_a_part_in_the_value(position: str) -> None:
     policy, seen = golden_oft(value_position=position), full_observation()
