@@ -168,8 +168,8 @@ class EnvServer:
             self.counts["refused"] += 1
             self._refuse(identity, message, f"the server speaks protocol {wire.PROTOCOL}, not {message['protocol']}")
             return
-        session = self.sessions.get(key)
-        if session is None:
+        known = self.sessions.get(key)
+        if known is None:
             if op != "open":
                 self._router.send_multipart([identity, *wire.pack({"gone": key})])
                 return
@@ -177,8 +177,7 @@ class EnvServer:
                 self.counts["refused"] += 1
                 self._refuse(identity, message, why)
                 return
-            session = self.sessions[key] = Session(identity, time.monotonic())
-            self.counts["sessions"] += 1
+        session = known or Session(identity, time.monotonic())
         session.heard = time.monotonic()
         if op == "alive":
             return
@@ -195,6 +194,9 @@ class EnvServer:
         if len(session.queue) >= MAX_QUEUED:  # who pings is told that it never came
             self.counts["refused"] += 1
             return
+        if known is None:
+            self.sessions[key] = session
+            self.counts["sessions"] += 1
         session.seen.add(number)
         session.seen.difference_update(range(session.newest - WINDOW, number - WINDOW))
         session.newest = max(session.newest, number)

@@ -360,7 +360,10 @@ def test_requests_that_are_wrong_in_ways_of_their_own_end_no_server(server: EnvS
     deep = b"\x91" * 1000 + b"\x01"  # lists in lists
     parts = {"session": bytes(16), "op": "open", "number": 1}
     pool._socket.send(b"\x84" + msgpack.packb("protocol") + deep + msgpack.packb(parts)[1:])
+    for number in ("first", 2**40):
+        pool._say({"op": "open", "session": bytes(15) + b"!", "number": number})
     assert env.chunk_step(actions(env, 1)).valid.all()
+    assert bytes(15) + b"!" not in server.sessions
     pool.close()
 
 
