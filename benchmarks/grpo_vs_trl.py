@@ -4,14 +4,16 @@
     PYTHONPATH=../trl python benchmarks/grpo_vs_trl.py
 
 TRL is installed for this only. Both get the same Llama of 4.8 M parameters with random weights, the same prompts of 6
-to 9 characters, 8 completions of each of 8 prompts in a step, 32 tokens in each (the token that would end one cannot be
-drawn), the same reward, one update a step, and two threads. Steps of both take turns, so that they meet the same load.
-Once without and once with a divergence from a reference model, whose log-probs are then computed too.
+to 12 characters, 8 completions of each of 8 prompts in a step, 32 tokens in each (the token that would end one cannot
+be drawn), the same reward, float32, one update a step, and two threads. Steps of both take turns, so that they meet the
+same load. TRL recomputes activations in the backward pass unless told otherwise; it is measured as it comes, and
+without. With a divergence from a reference model, the log-probs of that are computed too.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import tempfile
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import psutil
 import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
@@ -79,12 +82,14 @@ def save_model(directory: Path) -> None:
 # --- speed --------------------------------------------------------------------------------------------------
 
 
-def trl_trainer(directory: Path, steps: int, kl: float, loss: str = "grpo", **more: Any) -> GRPOTrainer:
+def trl_trainer(
+    directory: Path, steps: int, kl: float, loss: str = "grpo", recomputes: bool = False, **more: Any
+) -> GRPOTrainer:
     arguments = GRPOConfig(
         output_dir=str(directory / "trl"),
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=False,
+        gradient_checkpointing=recomputes,
         per_device_train_batch_size=PROMPTS * GROUP,
         num_generations=GROUP,
         max_completion_length=TOKENS,
@@ -107,23 +112,35 @@ def trl_trainer(directory: Path, steps: int, kl: float, loss: str = "grpo", **mo
 
 
 class Alternating(TrainerCallback):
-    """Runs one of our iterations after each step of TRL's; notes the seconds of both."""
+    """Runs one of our iterations after each step of TRL's; notes what both took."""
 
-    def __init__(self, ours: Callable[[], None]) -> None:
-        self.ours, self.trl_s, self.our_s = ours, list[float](), list[float]()
-        self.since = time.perf_counter()
+    def __init__(self, ours: Callable[[], None], workers: list[int]) -> None:
+        self.ours, self.workers = ours, [psutil.Process(pid) for pid in workers]
+        self.trl: dict[str, list[float]] = {"step": [], "processor seconds": []}
+        self.our: dict[str, list[float]] = {"step": [], "processor seconds": []}
+        self.since = time.perf_counter(), self._processor_s()
+
+    def _processor_s(self) -> float:
+        return time.process_time() + sum(sum(worker.cpu_times()[:2]) for worker in self.workers)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        start = time.perf_counter()
-        self.trl_s.append(start - self.since)
+        self._note(self.trl)
         self.ours()
-        self.since = time.perf_counter()
-        self.our_s.append(self.since - start)
+        self._note(self.our)
+
+    def _note(self, found: dict[str, list[float]]) -> None:
+        now = time.perf_counter(), self._processor_s()
+        for name, before, after in zip(("step", "processor seconds"), self.since, now, strict=True):
+            found[name].append(after - before)
+        self.since = now
 
 
-def our_config(directory: Path, kl: float, name: str, **algorithm: Any) -> MathConfig:
+def our_config(
+    directory: Path, kl: float, name: str, placement: str = "sampler, judge, actor: all", **algorithm: Any
+) -> MathConfig:
     values = {"name": name, "lr": LR, "kl_coef": kl, "max_grad_norm": 1.0, **algorithm}
     content = {
+        "placement": placement,
         "model": {"path": str(directory)},
         "sampling": {"prompts": PROMPTS, "group_size": GROUP, "max_new_tokens": TOKENS},
         "reward": {"functions": {"grpo_vs_trl:digits": 1.0}},
@@ -133,16 +150,21 @@ def our_config(directory: Path, kl: float, name: str, **algorithm: Any) -> MathC
     return with_preset(MathConfig.model_validate(content))
 
 
-def time_both(directory: Path, steps: int, kl: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Median seconds of a step and of its parts: TRL's, and ours, the weights' way to the sampler included."""
-    trainer = trl_trainer(directory, steps, kl)
-    trl_parts, our_parts = ({"generation": [], "log-probs": []} for _ in range(2))
+STAGES = {"sampler.generate": "generation", "actor.refer": "log-probs", "actor.update": "update"}
+
+
+def time_both(
+    directory: Path, steps: int, kl: float, recomputes: bool, placement: str
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a step and of its parts: TRL's, and ours, the weights' way to the sampler included."""
+    trainer = trl_trainer(directory, steps, kl, recomputes=recomputes)
+    trl_parts, our_parts = ({"generation": [], "log-probs": [], "update": []} for _ in range(2))
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start, is_part = time.perf_counter(), name != "log-probs" or not torch.is_grad_enabled()
             found = function(*args, **kwargs)
-            if name == "generation" or not torch.is_grad_enabled():  # else it is part of the update
+            if is_part:  # log-probs that gradients are taken of are part of the update
                 trl_parts[name].append(time.perf_counter() - start)
             return found
 
@@ -150,29 +172,37 @@ def time_both(directory: Path, steps: int, kl: float) -> tuple[dict[str, float],
 
     trainer._generate_single_turn = timed("generation", trainer._generate_single_turn)
     trainer._get_per_token_logps_and_entropies = timed("log-probs", trainer._get_per_token_logps_and_entropies)
+    trainer.compute_loss = timed("update", trainer.compute_loss)
+    trainer.accelerator.backward = timed("update", trainer.accelerator.backward)
     with Cluster(cpu_slots=THREADS) as cluster:
-        team = MathTeam(our_config(directory, kl, "grpo"), cluster)
+        team = MathTeam(our_config(directory, kl, "grpo", placement), cluster)
 
         def iterate() -> None:
-            step = len(alternating.our_s)
+            step = len(alternating.our["step"])
             numbers = range(step * PROMPTS, (step + 1) * PROMPTS)
             prompts = [Prompt(Problem(str(n), TEXTS[n % len(TEXTS)], "1"), n) for n in numbers]
             done, _ = team.iterate(step, prompts, steps - step)
-            for stage, part in {"sampler.generate": "generation", "actor.refer": "log-probs"}.items():
-                our_parts[part].append(sum(sample.seconds for sample in done.samples if sample.stage == stage))
+            for stage, part in STAGES.items():
+                if seconds := [sample.seconds for sample in done.samples if sample.stage == stage]:
+                    our_parts[part].append(sum(seconds))
 
-        alternating = Alternating(iterate)
+        alternating = Alternating(iterate, list(team.process_ids().values()))
         trainer.add_callback(alternating)
         trainer.train()
         team.close()
-    return split(alternating.trl_s, trl_parts), split(alternating.our_s, our_parts)
+    return split(alternating.trl, trl_parts), split(alternating.our, our_parts)
 
 
-def split(steps: list[float], parts: dict[str, list[float]]) -> dict[str, float]:
-    """Medians without the first step, which warms up."""
-    whole = statistics.median(steps[1:])
-    found = {name: statistics.median(values[1:] or [0.0]) for name, values in parts.items()}
-    return {**found, "update and the rest": whole - sum(found.values()), "step": whole, "fastest step": min(steps[1:])}
+def split(whole: dict[str, list[float]], parts: dict[str, list[float]]) -> dict[str, float]:
+    """Medians without the first step, which warms up. A part may come in several pieces in a step."""
+    steps, found = len(whole["step"]), {}
+    for name, pieces in parts.items():
+        each = len(pieces) // steps
+        by_step = [sum(pieces[each * step : each * (step + 1)]) for step in range(steps)]
+        found[name] = statistics.median(by_step[1:])
+    medians = {name: statistics.median(values[1:]) for name, values in whole.items()}
+    found["the rest"] = medians["step"] - sum(found.values())
+    return {**found, **medians, "fastest step": min(whole["step"][1:])}
 
 
 # --- the same loss ------------------------------------------------------------------------------------------
@@ -235,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--kl", type=float, nargs="+", default=[0.0, 0.04], help="coefficients of the divergence")
+    parser.add_argument("--placement", default="sampler, judge, actor: all", help="of our workers")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     warnings.simplefilter("ignore", FutureWarning)
@@ -246,15 +277,16 @@ def main() -> None:
         for algorithm in ("grpo", "dr_grpo", "dapo"):
             loss, gradient, largest = compare_losses(directory, algorithm)
             print(f"{algorithm:8} |loss - TRL's| {loss:.1e}, gradients apart by {gradient:.1e} of up to {largest:.1e}")
-        for kl in options.kl:
-            theirs, ours = time_both(directory, options.steps, kl)
-            print(f"\nKL coefficient {kl:g}, seconds of a step of {PROMPTS * GROUP} samples   TRL    ours")
+        for kl, recomputes in itertools.product(options.kl, (True, False)):
+            theirs, ours = time_both(directory, options.steps, kl, recomputes, options.placement)
+            how = "recomputing activations" if recomputes else "keeping activations"
+            print(f"\nKL coefficient {kl:g}, TRL {how}; seconds of a step of {PROMPTS * GROUP} samples")
+            print(f"{'':32} {'TRL':>8} {'ours':>7}")
             for part, seconds in theirs.items():
-                print(f"{part:45} {seconds:8.3f} {ours[part]:7.3f}")
-            for of in ("step", "fastest step"):
+                print(f"{part:32} {seconds:8.3f} {ours[part]:7.3f}")
+            for of in ("step", "fastest step", "processor seconds"):
                 rates = [PROMPTS * GROUP / found[of] for found in (theirs, ours)]
-                name = f"samples/s by the {'median' if of == 'step' else of}"
-                print(f"{name:45} {rates[0]:8.1f} {rates[1]:7.1f}   {rates[1] / rates[0]:.2f} x", flush=True)
+                print(f"samples/s, {of:21} {rates[0]:8.1f} {rates[1]:7.1f}   {rates[1] / rates[0]:.2f} x", flush=True)
 
 
 if __name__ == "__main__":
