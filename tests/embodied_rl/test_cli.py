@@ -242,7 +242,7 @@ def test_help_and_lists_import_nothing_heavy(arguments: list[str]) -> None:
 def test_the_console_script_is_installed() -> None:
     script = Path(sys.executable).with_name("embodied-rl")
     done = subprocess.run([script, "recipes"], capture_output=True, text=True, check=True)
-    assert [line.split()[0] for line in done.stdout.splitlines()] [: len(EMBODIED.names())] == list(EMBODIED.names())
+    assert [line.split()[0] for line in done.stdout.splitlines()][: len(EMBODIED.names())] == list(EMBODIED.names())
 
 
 def test_keys_are_explained() -> None:
