@@ -137,10 +137,16 @@ class Attacker:
         self.counts = kept
 
     def end(self) -> None:
-        self.dealer.send_multipart(wire.pack(self.head("close")))
+        """Leave, wherever the session's numbers have got to."""
+        for number in (self.head("close")["number"], 2**64 - 1):
+            self.dealer.send_multipart(wire.pack({**self.head("close"), "number": number}))
 
-    def settle(self) -> None:
-        """Wait until the server has done what it was asked, and count its answers. Raises TimeoutError."""
+    def settle(self) -> bool:
+        """Wait until the server has done what it was asked, and count its answers. Raises TimeoutError.
+
+        Returns:
+            Whether the session is still heard: it may have ended, or its numbers been led astray.
+        """
         self.number += 900  # past the small numbers that are made up
         number, probe = self.head("state")["number"], secrets.token_bytes(16)
         question = {"protocol": wire.PROTOCOL, "op": "state", "number": number, "set": -1}
@@ -152,7 +158,7 @@ class Attacker:
             if not self.dealer.poll(30_000 if probe in awaited else 3000):
                 if probe in awaited:
                     raise TimeoutError("the server does not answer")
-                break  # the session has ended meanwhile, or its numbers have been led astray
+                return False
             message = wire.unpack(self.dealer.recv_multipart())
             about = message.get("gone", message.get("reply"))
             if isinstance(about, int | bytes) and about in awaited:
@@ -163,6 +169,7 @@ class Attacker:
             else:
                 self.counts["refused" if {"gone", "error"} & set(message) else "answered"] += 1
             last = about if isinstance(about, bytes) else None
+        return True
 
     # ------------------------------------------------------------------------------------------ kinds
 
@@ -394,7 +401,8 @@ def main(
     bare |= {"frames too large": Attacker.oversized}
 
     def settle(attacker: Attacker) -> None:
-        attacker.settle()
+        if not attacker.settle():
+            attacker.begin()
         open_one.train()
 
     try:
