@@ -36,7 +36,7 @@ def serve_env(
     """Serve envs to trainers in other processes, virtual environments or machines (their `env.server`).
 
     Further options, such as --processes or --metrics-port, are those of `python -m envs.server --help`.
-    For example: embodied-rl serve-env libero_spatial --bind ipc:///tmp/libero --venv ../libero-venv
+    For example: embodied-rl serve-env libero_spatial --bind tcp://127.0.0.1:5005 --venv ../libero-venv
     """
     from embodied_rl.faults import print_faults
     from embodied_rl.serve_env import serve, served_env

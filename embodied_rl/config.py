@@ -128,7 +128,7 @@ class EnvConfig(Section):
     server: Addresses = Field(
         default=(),
         description="simulate on env servers (`embodied-rl serve-env`), each with an equal share of the envs",
-        json_schema_extra={"expected": "an address such as tcp://127.0.0.1:5005 or ipc:///tmp/server, or a list"},
+        json_schema_extra={"expected": "an address such as tcp://127.0.0.1:5005, or a list"},
     )
     server_token_file: str | None = Field(default=None, description="file with the token that the servers ask for")
     server_timeout_s: Annotated[float, Field(gt=0)] = Field(

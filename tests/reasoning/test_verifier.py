@@ -113,8 +113,11 @@ def test_an_endless_comparison_is_stopped_and_reported_and_the_pool_lives() -> N
 
 def test_hostile_strings_are_never_right_and_leave_the_pool_alive() -> None:
     with Verifier(processes=2, timeout_s=0.5) as verifier:
-        assert True not in verifier.verify_all([(text, r"\frac{1}{7}") for text in HOSTILE])
-        assert True not in verifier.verify_all([("4", text) for text in HOSTILE])
+        predicted = verifier.verify_all([(text, r"\frac{1}{7}") for text in HOSTILE])
+        as_gold = verifier.verify_all([("4", text) for text in HOSTILE])
+        assert len(predicted) == len(as_gold) == len(HOSTILE)
+        assert set(predicted) | set(as_gold) <= {False, None}
+        assert (verifier.counts.right, verifier.counts.wrong + verifier.counts.undecided) == (0, 2 * len(HOSTILE))
         assert verifier.verify("1/7", r"\frac{1}{7}") is True
 
 

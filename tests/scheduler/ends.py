@@ -1,0 +1,38 @@
+"""What tests of channels share: a channel of a hub, and a call in a thread."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from scheduler.channel import Channel
+from scheduler.hub import Hub
+from scheduler.transport import Location
+
+
+def make(hub: Hub, name: str = "c", capacity: int = 16, receivers: tuple[Location, ...] = ()) -> Channel:
+    return Channel(name, hub.endpoint, capacity, "env", "actor", receivers, 30.0)
+
+
+class Background:
+    """A call in a thread; `result` waits for what it returned or raised."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.outcome: Any = None
+        self.thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self.thread.start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self.outcome = work()
+        except BaseException as error:
+            self.outcome = error
+
+    @property
+    def waits(self) -> bool:
+        self.thread.join(0.3)
+        return self.thread.is_alive()
+
+    def result(self) -> Any:
+        self.thread.join(30)
+        assert not self.thread.is_alive(), "it hangs"
+        return self.outcome
