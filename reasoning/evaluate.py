@@ -50,7 +50,7 @@ class Judged:
             problem.prompt,
             problem.answer,
             [completion.text for completion in completions],
-            [answer_of(completion.text) if completion.finished else None for completion in completions],
+            [answer_of(completion.text, problem.answer) if completion.finished else None for completion in completions],
             [None if reward is None else reward > 0 for reward in rewards],
             [completion.finished for completion in completions],
             [len(completion.ids) for completion in completions],

@@ -84,7 +84,7 @@ class Verifier:
         gold = answer_of(answer) if "boxed" in answer or "####" in answer else answer.strip()
         if gold is None or not is_answer(gold):
             return None
-        given = answer_of(prediction) if prediction is not None else None
+        given = answer_of(prediction, gold) if prediction is not None else None
         if given is None:
             return False
         if (plain := plain_verdict(given, gold)) is not None:

@@ -56,6 +56,52 @@ CASES = [
     ("I do not know", "3", False),
     ("50%", "50", False),
 ]
+WRITTEN = [  # where the answer stands, and how
+    ("The answer is:\n\n42", "42", True),
+    ("The final answer is:\n$$\n42\n$$", "42", True),
+    ("**Final Answer:**\n42", "42", True),
+    ("**Final Answer**\n\n42", "42", True),
+    (r"The answer is $\frac{1}{2}$ of the total.", r"\frac{1}{2}", True),
+    (r"The answer is $\frac{1}{2}$ of the total.", "2", False),
+    (r"The answer is $x = 5$ because $3$ is odd", "5", True),
+    (r"Thus \(x = \frac{1}{2}\).", "1/2", True),
+    (r"Thus \(x = \frac{1}{2}\).", "2", False),
+    (r"Thus we get \[x = \frac{1}{2}.\]", "1/2", True),
+    ("So we get\n$$\n\\frac{1}{2}\n$$", "1/2", True),
+    (r"So the result is -\frac{1}{2} in all", "-0.5", True),
+    (r"\boxed{\frac{1}{2} hours}", "2", False),
+    ("It is 1,234 km", "1234", True),
+    ("He pays $5 for apples and $7 for pears, so that he pays $12.", "12", True),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", True),
+    (r"\boxed{\begin{pmatrix}2\\1\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}", False),
+    (r"15\text{ cm}^2", "15", True),
+    ("15", r"15\mbox{ cm}^2", True),
+    ("10", r"10\text{ dollars}", True),
+    ("10", r"11\text{ m/s}", False),
+    (r"6\text{ PM}", r"6\text{ AM}", False),
+    ("The answer is (B) 42", "B", True),
+    (r"\boxed{\textbf{(B)}\ 12}", "B", True),
+    ("**B) oxygen**", "B", True),
+    ("The correct answer is option C. A bus has 5 wheels", "C", True),
+    ("(A) or (B)", "A", False),
+    ("A, B", "A", False),
+    ("A bus", "A", False),
+    ("1 1/2", "3/2", True),
+    ("1 1/2", "1", False),
+    ("1 000 000", "1000000", True),
+    (r"10\,000", "10000", True),
+    ("1e-05", "0.00001", True),
+    ("1e3", "3e", False),
+    ("√2", r"\sqrt{2}", True),
+    ("2516_8", "2516_9", False),
+    ("2516_{8}", "2516_8", True),
+    ("|x|", "x", False),
+    (r"\sqrt{x^2}", "x", False),
+    ("2,1", "(1,2)", False),
+    ("1,2", "(1,2)", True),
+    ("The answer is 1 and 2", "2", False),
+    ("The answer is 1 and 2", "1,2", True),
+]
 GOLD = [r"\frac{\sqrt{3}}{2}", r"[2, 5)", r"\{1,2\}", r"x^2+2x+1", r"\text{Evelyn}", "C", "3.25", r"90^\circ", "-7"]
 LAZY = "9^{9^{9^{9^{9}}}}"
 HOSTILE = [
@@ -84,7 +130,7 @@ def verifier() -> Iterator[Verifier]:
         yield verifier
 
 
-@pytest.mark.parametrize(("prediction", "gold", "verdict"), CASES)
+@pytest.mark.parametrize(("prediction", "gold", "verdict"), [*CASES, *WRITTEN])
 def test_reported_cases(verifier: Verifier, prediction: str, gold: str, verdict: bool | None) -> None:
     assert verifier.verify(prediction, gold) is verdict
 
@@ -94,7 +140,7 @@ def test_the_order_of_equal_answers_makes_no_difference(verifier: Verifier) -> N
     assert verifier.verify_all([(gold, prediction) for prediction, gold in answers]) == [True] * len(answers)
 
 
-@pytest.mark.parametrize("gold", [*GOLD, *(gold for _, gold, verdict in CASES if verdict is not None)])
+@pytest.mark.parametrize("gold", [*GOLD, *(gold for _, gold, verdict in [*CASES, *WRITTEN] if verdict is not None)])
 def test_an_answer_equals_itself(verifier: Verifier, gold: str) -> None:
     assert verifier.verify(gold, gold) is True
 
