@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from reasoning.answers import answer_of
+from reasoning.answers import answer_of, boxed
 from reasoning.config import DataConfig
 from reasoning.tasks import TASKS, generated
 
@@ -113,12 +114,12 @@ class Order:
 
 
 def _plain(row: dict[str, Any], config: DataConfig) -> tuple[str | Messages, str]:
-    return row[config.prompt_column], str(row[config.answer_column])
+    return row[config.prompt_column], _text(row, config.answer_column)
 
 
 def _gsm8k(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:
     """`question`, and `answer` with the result after `####`."""
-    answer = row["answer"]
+    answer = _text(row, "answer")
     if "####" not in answer:
         raise ValueError("the answer has no '####'")
     return row["question"], answer.rsplit("####", 1)[1].strip()
@@ -127,8 +128,9 @@ def _gsm8k(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:
 def _math(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:
     """`problem`, and `answer` or the last `\\boxed{}` of `solution`."""
     if "answer" in row:
-        return row["problem"], str(row["answer"])
-    if "boxed" not in row["solution"] or not (answer := answer_of(row["solution"])):
+        return row["problem"], _text(row, "answer")
+    found = boxed(_text(row, "solution"))
+    if found is None or not (answer := answer_of(rf"\boxed{{{found}}}")):
         raise ValueError("the solution has no \\boxed answer")
     return row["problem"], answer
 
@@ -141,11 +143,19 @@ def _aime(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:
 
 def _gpqa(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:
     """`Question` and the correct and three incorrect answers; their order is drawn from the question."""
-    right = row["Correct Answer"].strip()
-    choices = [right, *(row[f"Incorrect Answer {number}"].strip() for number in (1, 2, 3))]
-    random.Random(row["Question"]).shuffle(choices)
+    question, right = _text(row, "Question"), _text(row, "Correct Answer").strip()
+    choices = [right, *(_text(row, f"Incorrect Answer {number}").strip() for number in (1, 2, 3))]
+    random.Random(question).shuffle(choices)
     listed = "\n".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))
-    return f"{row['Question'].strip()}\n\n{listed}", "ABCD"[choices.index(right)]
+    return f"{question.strip()}\n\n{listed}", "ABCD"[choices.index(right)]
+
+
+def _text(row: dict[str, Any], column: str) -> str:
+    """A text or a number of a row, as a text."""
+    value = row[column]
+    if isinstance(value, bool) or not isinstance(value, str | Number) or value != value:
+        raise ValueError(f"'{column}' is {value!r}; expected a text or a number")
+    return str(value)
 
 
 FORMATS: dict[str, Callable[[dict[str, Any], DataConfig], tuple[str | Messages, str]]] = {
@@ -159,7 +169,7 @@ FORMATS: dict[str, Callable[[dict[str, Any], DataConfig], tuple[str | Messages, 
 
 def _problem(config: DataConfig, name: str, prompt: Any, answer: str, row: dict[str, Any]) -> Problem:
     if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str):
-        prompt = [dict(message) for message in prompt]
+        prompt = [dict(message) if isinstance(message, Mapping) else {} for message in prompt]
         if not prompt or any(
             not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str) for m in prompt
         ):
@@ -188,14 +198,17 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
             import pyarrow.parquet
         except ImportError:
             raise DataError(f"{path}: reading Parquet takes pyarrow: pip install pyarrow") from None
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches(1024)
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+        try:
+            batches = pyarrow.parquet.ParquetFile(path).iter_batches(1024)
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{path} is no Parquet file that can be read: {error}") from None
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
                     yield number, row if isinstance(row, dict) else ValueError("not a JSON object")
                 except ValueError as error:
                     yield number, ValueError(f"not JSON: {error}")

@@ -44,7 +44,11 @@ def test_parquet_gives_what_jsonl_gives(tmp_path: Path) -> None:
         ({"prompt": "x"}, "no column 'answer'"),
         ({"prompt": "", "answer": "1"}, "expected a text or a list of messages"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "'role' and 'content'"),
+        ({"prompt": ["x"], "answer": "1"}, "'role' and 'content'"),
         ({"prompt": "x", "answer": " "}, "the answer is empty"),
+        ({"prompt": "x", "answer": None}, "'answer' is None; expected a text or a number"),
+        ({"prompt": "x", "answer": ["1", "2"]}, "expected a text or a number"),
+        ({"prompt": "x", "answer": float("nan")}, "expected a text or a number"),
     ],
 )
 def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path: Path, bad: object, told: str) -> None:
@@ -54,6 +58,22 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path: Path, bad: object,
     assert told in str(error.value)
     loaded = read(path, DataConfig(skip_bad_lines=True))
     assert (len(loaded.problems), loaded.bad) == (2, 1)
+
+
+def test_a_line_that_is_no_text_is_a_bad_one(tmp_path: Path) -> None:
+    good = json.dumps({"prompt": "1+1?", "answer": "2"}).encode()
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + good + b"\n" + b'{"prompt": "\xff", "answer": "2"}\n' + good)
+    with pytest.raises(DataError, match="p.jsonl, line 2: not JSON"):
+        read(path, DataConfig())
+    loaded = read(path, DataConfig(skip_bad_lines=True))
+    assert (len(loaded.problems), loaded.bad) == (2, 1)
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
+    (tmp_path / "p.parquet").write_text("prompt,answer")
+    with pytest.raises(DataError, match="p.parquet is no Parquet file"):
+        read(tmp_path / "p.parquet", DataConfig())
 
 
 PUBLISHED = {
@@ -78,6 +98,34 @@ def test_gpqa_choices_are_shuffled_the_same_way_each_time(tmp_path: Path) -> Non
     assert problems == read(path, DataConfig(format="gpqa")).problems
     assert {problem.answer for problem in problems} == set("ABCD")
     assert all(f"({problem.answer}) right" in problem.prompt for problem in problems)
+
+
+@pytest.mark.parametrize("column", ["Question", "Correct Answer", "Incorrect Answer 2"])
+def test_a_row_of_gpqa_that_lacks_a_text_is_a_bad_line(tmp_path: Path, column: str) -> None:
+    row = {"Question": "Q", "Correct Answer": "a", **{f"Incorrect Answer {n}": f"b{n}" for n in (1, 2, 3)}}
+    path = jsonl(tmp_path / "p.jsonl", [row, {**row, column: None}])
+    with pytest.raises(DataError, match=f"p.jsonl, line 2: '{column}' is None"):
+        read(path, DataConfig(format="gpqa"))
+    assert read(path, DataConfig(format="gpqa", skip_bad_lines=True)).bad == 1
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"So $\boxed 2$, and 5 is left.", "2"),
+        (r"So $\boxed{\begin{pmatrix}1\\2\end{pmatrix}}$.", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        (r"We get $\boxed{2$, and 5 is left.", None),
+        (r"So \framebox{7} of 9.", None),
+    ],
+)
+def test_a_solution_of_math_is_what_is_boxed_and_nothing_else(
+    tmp_path: Path, solution: str, answer: str | None
+) -> None:
+    path = jsonl(
+        tmp_path / "p.jsonl", [{"problem": "p", "solution": r"\boxed{1}"}, {"problem": "p", "solution": solution}]
+    )
+    loaded = read(path, DataConfig(format="math", skip_bad_lines=True))
+    assert [problem.answer for problem in loaded.problems] == ["1"] + [answer] * (answer is not None)
 
 
 def test_long_prompts_are_left_out_and_counted() -> None:
