@@ -68,7 +68,7 @@ class RewardConfig(Section):
     """The reward of a completion is the weighted sum of its functions, plus the overlong penalty."""
 
     functions: dict[str, float] = Field(
-        default={"accuracy": 1.0}, description="accuracy, format, or package.module:function -> weight"
+        default={"accuracy": 1.0}, min_length=1, description="accuracy, format, or package.module:function -> weight"
     )
     overlong_buffer: Annotated[int, Field(ge=0)] = Field(
         default=0, description="last tokens before max_new_tokens over which the penalty grows (DAPO)"

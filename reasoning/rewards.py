@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reasoning.answers import answer_of
+from reasoning.answers import answer_of, boxed
 from reasoning.config import RewardConfig
 from reasoning.samples import Completion, Group
 from reasoning.verifier import Verifier
@@ -45,7 +46,7 @@ class Rewarder:
 
     def reward(self, group: Group) -> Group:
         """Fill in the rewards of a group's completions. Raises RewardError if a function does not give one each."""
-        for name in self.config.functions:
+        for name in {**self.config.functions, "accuracy": None}:  # evaluations ask for it in any case
             built_in = BUILT_IN.get(name)
             given = built_in(self.verifier, group) if built_in else self._from_user(name, group)
             for completion, value in zip(group.completions, given, strict=True):
@@ -55,7 +56,7 @@ class Rewarder:
         return group
 
     def _total(self, completion: Completion) -> float | None:
-        weighted = [(value, self.config.functions[name]) for name, value in completion.rewards.items()]
+        weighted = [(completion.rewards[name], weight) for name, weight in self.config.functions.items()]
         if any(value is None for value, _ in weighted):
             return None
         total = sum(value * weight for value, weight in weighted if value is not None)
@@ -64,16 +65,20 @@ class Rewarder:
     def _from_user(self, name: str, group: Group) -> Rewards:
         problem, count = group.prompt.problem, len(group.completions)
         columns: Mapping[str, Any] = {**problem.columns, "answer": problem.answer}
-        given = self._users[name](
-            prompts=[problem.prompt] * count,
-            completions=[completion.text for completion in group.completions],
-            completion_ids=[completion.ids for completion in group.completions],
-            **{key: [value] * count for key, value in columns.items()},
-        )
+        arguments: dict[str, Any] = {key: [value] * count for key, value in columns.items()}
+        arguments |= {  # columns of these names give way
+            "prompts": [problem.prompt] * count,
+            "completions": [completion.text for completion in group.completions],
+            "completion_ids": [completion.ids for completion in group.completions],
+        }
+        given = self._users[name](**arguments)
         found = asyncio.run(given) if inspect.isawaitable(given) else given  # type: ignore[arg-type]
         if not isinstance(found, list) or len(found) != count:
             raise RewardError(f"{name} returned {found!r} for {count} completions; expected a list with one for each")
-        return [None if value is None else float(value) for value in found]
+        rewards = [None if value is None else float(value) for value in found]
+        if wrong := [value for value in rewards if value is not None and not math.isfinite(value)]:
+            raise RewardError(f"{name} gave the reward {wrong[0]}; expected finite numbers, or None for undecided")
+        return rewards
 
 
 def overlong_penalty(length: int, limit: int, config: RewardConfig) -> float:
@@ -101,7 +106,7 @@ def _format(_: Verifier, group: Group) -> Rewards:
 
 def _is_well_formed(text: str) -> bool:
     answer = answer_of(text)
-    return answer is not None and ("\\boxed" in text or answer == text.strip())
+    return answer is not None and (boxed(text) is not None or answer == text.strip())
 
 
 BUILT_IN: dict[str, Callable[[Verifier, Group], Rewards]] = {"accuracy": _accuracy, "format": _format}

@@ -25,6 +25,10 @@ async def slow_reward(completions: list[str], **_: Any) -> list[float | None]:
     return [None if "?" in text else 0.5 for text in completions]
 
 
+def endless_reward(completions: list[str], **_: Any) -> list[float]:
+    return [float("nan")] * len(completions)
+
+
 def short_reward(**_: Any) -> list[float]:
     return [1.0]
 
@@ -49,6 +53,26 @@ def test_format_pays_an_answer_that_stands_alone_or_in_a_box() -> None:
     boxed = group()
     boxed.completions[1].text = r"It is \boxed{13}"
     assert rewarded({"format": 1.0}, boxed) == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("text", [r"\boxed{", r"\boxed{12", r"\boxed{}", r"The number 12 goes into \boxed"])
+def test_format_does_not_pay_a_box_that_holds_nothing(text: str) -> None:
+    empty = group()
+    empty.completions[0].text = f"I say {text}"
+    assert rewarded({"format": 1.0}, empty)[0] == 0.0
+
+
+def test_accuracy_is_judged_for_evaluations_where_it_is_not_paid() -> None:
+    judged = group()
+    assert rewarded({f"{__name__}:length_reward": 1.0}, judged) == [3.0] * 4
+    assert [completion.rewards["accuracy"] for completion in judged.completions] == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_columns_do_not_replace_what_every_function_is_given() -> None:
+    named = group()
+    named.prompt = Prompt(Problem("p", "6+6?", "12", {"completions": "none", "prompts": "none"}), 0)
+    rewarded({f"{__name__}:length_reward": 1.0}, named)
+    assert SEEN[-1]["completions"][1] == "13" and SEEN[-1]["prompts"] == ["6+6?"] * 4
 
 
 def test_user_functions_see_prompts_completions_ids_and_columns_and_are_weighted() -> None:
@@ -79,6 +103,7 @@ def test_a_reference_that_is_no_answer_is_never_paid() -> None:
         (f"{__name__}:missing", "cannot be imported"),
         (f"{__name__}:SEEN", "not a function"),
         (f"{__name__}:short_reward", "for 4 completions"),
+        (f"{__name__}:endless_reward", "reward nan; expected finite numbers"),
     ],
 )
 def test_functions_that_cannot_be_used_are_named(name: str, told: str) -> None:
