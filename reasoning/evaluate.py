@@ -76,7 +76,9 @@ def accuracy(problems: Sequence[Judged]) -> dict[str, Estimate]:
 
 
 def pass_at(k: int, count: int, right: int) -> float:
-    """Chance that one of k completions is right, when `right` of `count` are."""
+    """Chance that one of k completions is right, when `right` of `count` are. Raises ValueError for k above `count`."""
+    if k > count:
+        raise ValueError(f"pass@{k} of {count} completions: at least {k} are needed")
     return 1.0 - math.comb(count - right, k) / math.comb(count, k)
 
 
@@ -112,9 +114,11 @@ def prompt_text(prompt: Any) -> str:
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
-    """Over problems: the score interval for shares, else the normal one."""
+    """Over problems: the score interval for shares, else the normal one; of a single problem nothing is known."""
     n, mean = len(values), sum(values) / len(values)
     if all(value in (0.0, 1.0) for value in values):
         return Estimate(mean, *wilson_interval(round(sum(values)), n))
-    half = 1.959964 * math.sqrt(sum((value - mean) ** 2 for value in values) / max(n - 1, 1) / n)
+    if n == 1:
+        return Estimate(mean, 0.0, 1.0)
+    half = 1.959964 * math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
     return Estimate(mean, max(0.0, mean - half), min(1.0, mean + half))

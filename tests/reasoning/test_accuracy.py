@@ -25,6 +25,16 @@ def test_pass_at_k_is_the_share_of_choices_that_hold_a_right_one() -> None:
     assert pass_at(4, 4, 1) == 1.0 and pass_at(4, 4, 0) == 0.0
 
 
+def test_more_completions_than_there_are_cannot_be_asked_for() -> None:
+    with pytest.raises(ValueError, match="pass@4 of 2 completions"):
+        pass_at(4, 2, 1)
+
+
+def test_one_problem_says_nothing_of_others() -> None:
+    estimate = accuracy([judged(["4", "5"])])["avg@2"]
+    assert (estimate.low, estimate.value, estimate.high) == (0.0, 0.5, 1.0)
+
+
 def test_the_majority_counts_right_answers_together_and_no_answer_not_at_all() -> None:
     assert majority(judged(["4", "4", "5", "6"]), 4)
     assert not majority(judged(["5", "5", "4", None]), 4)
