@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from embodied_rl.console import reported
 from reasoning import evaluate
 from reasoning.config import MathConfig
-from reasoning.data import load, without_long
-from reasoning.models import encode, load_tokenizer
+from reasoning.data import DataError, load, without_long
+from reasoning.models import ModelError, encode, load_tokenizer
 from reasoning.team import MathTeam
 from scheduler.cluster import Cluster
 
@@ -20,8 +21,12 @@ def run_benchmark(config: MathConfig, samples: int, temperature: float, out: Pat
     Args:
         samples: completions of each problem; a single one is taken at temperature 0.
     """
-    tokenizer, longest = load_tokenizer(config.model.path), config.data.max_prompt_tokens
-    loaded = without_long(load(config.data, held_out=True), lambda p: len(encode(tokenizer, p)), longest)
+    try:
+        tokenizer, longest = load_tokenizer(config.model.path), config.data.max_prompt_tokens
+        loaded = without_long(load(config.data, held_out=True), lambda p: len(encode(tokenizer, p)), longest)
+    except (DataError, ModelError) as error:
+        print(error, file=sys.stderr)
+        return 2
     temperature = temperature if samples > 1 else 0.0
     with reported(None):
         there = config.cluster
@@ -38,7 +43,8 @@ def run_benchmark(config: MathConfig, samples: int, temperature: float, out: Pat
         (out / "result.json").write_text(json.dumps({**about, "verdicts": verdicts, **content}, indent=1))
         for name, estimate in found.items():
             print(f"{name:10} {estimate}")
-        print(f"{len(judged)} problems, {', '.join(f'{count} {name}' for name, count in verdicts.items())}")
+        left_out = f"; left out: {loaded.long} too long, {loaded.bad} bad lines" if loaded.long + loaded.bad else ""
+        print(f"{len(judged)} problems{left_out}; {', '.join(f'{count} {name}' for name, count in verdicts.items())}")
         print(f"every problem: {out / 'problems.jsonl'}")
         return 0
     return 1

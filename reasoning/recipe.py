@@ -15,6 +15,7 @@ from scheduler.placement import PlacementError, local_device_count, parse_placem
 
 RECIPES = Recipes(MathConfig, Path(__file__).parent / "recipes")
 GROUPS = ("sampler", "judge", "actor")
+BUILT_IN_REWARDS = ("accuracy", "format")
 VLLM = "pip install vllm"
 
 
@@ -28,6 +29,7 @@ def load_recipe(recipe: str, overrides: Sequence[str]) -> tuple[MathConfig, list
 def _inconsistencies(config: MathConfig) -> Iterator[Fault]:
     yield from _data(config)
     yield from _algorithm(config)
+    yield from _rewards(config)
     yield from _sampling(config)
     if config.placement != "auto" and config.cluster.address is None:
         count, kind = local_device_count(config.cluster.cpu_slots)
@@ -60,12 +62,18 @@ def _algorithm(config: MathConfig) -> Iterator[Fault]:
         yield Fault(
             "algorithm.refill", algorithm.refill, problem, "nearest valid: 0; or algorithm.drop_flat_groups true"
         )
+    if algorithm.loss == "cispo" and algorithm.ratio_level != "token":
+        yield Fault("algorithm.ratio_level", algorithm.ratio_level, "the loss cispo weights each token", "token")
     if algorithm.name == "ppo" and algorithm.ratio_level != "token":
         yield Fault("algorithm.ratio_level", algorithm.ratio_level, "ppo has an advantage for each token", "token")
     whole_batch = {
         "algorithm.name=ppo": algorithm.name == "ppo",
         "algorithm.group_advantage=reinforce_baseline": algorithm.group_advantage == "reinforce_baseline",
         "algorithm.kl_in=reward": bool(algorithm.kl_coef) and algorithm.kl_in == "reward",
+        "algorithm.kl_coef beside a ratio of sequences and a mean over tokens": bool(algorithm.kl_coef)
+        and algorithm.kl_in == "loss"
+        and algorithm.ratio_level == "sequence"
+        and algorithm.aggregation != "sequence-mean",
         "algorithm.epochs and minibatches above 1": algorithm.epochs * algorithm.minibatches > 1,
         "algorithm.refill": algorithm.refill > 0,
         "sampling.ahead": sampling.ahead > 0,
@@ -73,6 +81,14 @@ def _algorithm(config: MathConfig) -> Iterator[Fault]:
     if algorithm.elastic and (wrong := [name for name, is_set in whole_batch.items() if is_set]):
         problem = f"learns from each group by itself, and {any_of(wrong)} needs the whole batch"
         yield Fault("algorithm.elastic", True, problem, "nearest valid: false")
+
+
+def _rewards(config: MathConfig) -> Iterator[Fault]:
+    for name in config.reward.functions:
+        if ":" not in name and name not in BUILT_IN_REWARDS:
+            near = difflib.get_close_matches(name, BUILT_IN_REWARDS, n=1)
+            hint = f"nearest: {any_of(near)}" if near else f"{', '.join(BUILT_IN_REWARDS)} or package.module:function"
+            yield Fault("reward.functions", name, "no reward function", hint)
 
 
 def _sampling(config: MathConfig) -> Iterator[Fault]:

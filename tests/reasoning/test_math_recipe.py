@@ -52,7 +52,11 @@ def test_the_memory_of_published_shapes_is_that_of_their_parameters(capsys: pyte
         ("algorithm.refill=2", "no group is left out"),
         ("sampling={ahead: 1}", ""),
         ("algorithm={elastic: true, minibatches: 2}", "needs the whole batch"),
+        ("algorithm={elastic: true, name: gspo, aggregation: token-mean, kl_coef: 0.1}", "needs the whole batch"),
+        ("algorithm={name: cispo, ratio_level: sequence}", "the loss cispo weights each token"),
         ("algorithm={importance_cap: null}", ""),
+        ("reward.functions={acuracy: 1}", "nearest: accuracy"),
+        ("reward.functions={}", "reward.functions"),
         ("sampling.engine=vllm", "pip install vllm"),
         ("nothing", "key=value"),
     ],
@@ -115,3 +119,14 @@ def test_a_resumed_run_may_be_longer_and_elsewhere_but_learns_the_same(
 def test_there_must_be_a_run_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.train(["tiny_addition", f"run_root={tmp_path}"], resume=True, dry_run=True, command="") == 2
     assert f"nothing to resume: {tmp_path / 'tiny_addition'} does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "benchmark", "told"),
+    [("seed=0", "nowhere.jsonl", "nowhere.jsonl does not exist"), ("model.path=nowhere", "digits:1", "no config.json")],
+)
+def test_an_evaluation_says_what_cannot_be_read(
+    override: str, benchmark: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.evaluate(["tiny_addition", override], benchmark, 1, 1.0, tmp_path) == 2
+    assert told in capsys.readouterr().err
