@@ -105,7 +105,7 @@ class LanguageActor(ActorWorker):
         self.optimizer = self._new_optimizer(self.config.train.warm_start_lr)
         for problems in batches:
             samples = [
-                Sample(n, encode(tokenizer, problem), [*tokenizer.encode(problem.answer), tokenizer.eos_token_id])
+                Sample(n, encode(tokenizer, problem), _answer_ids(tokenizer, problem))
                 for n, problem in enumerate(problems)
             ][self.rank :: self.world_size]
             count = self._total(torch.tensor(sum(len(sample.completion) for sample in samples), dtype=torch.float32))
@@ -403,6 +403,11 @@ class LanguageActor(ActorWorker):
         self.generator.set_state(states[self.rank % len(states)]["generator"])
         if self.reference_model is not None:
             self.reference_model.load_learned_state(states[0]["reference"])
+
+
+def _answer_ids(tokenizer: Any, problem: Problem) -> list[int]:
+    """What a completion with the reference answer would be: no token that begins a text, and the one that ends it."""
+    return [*tokenizer.encode(problem.answer, add_special_tokens=False), tokenizer.eos_token_id]
 
 
 def _samples(groups: list[Group]) -> list[Sample]:

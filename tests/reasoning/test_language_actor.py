@@ -11,10 +11,11 @@ import torch
 from learners import learner, scored
 
 from embodied_rl.sums import Sums
-from reasoning.actor import LanguageActor, _samples
+from reasoning.actor import LanguageActor, _answer_ids, _samples
 from reasoning.config import ModelConfig
+from reasoning.data import Problem
 from reasoning.generate import Generator, Request
-from reasoning.models import LanguageModel
+from reasoning.models import LanguageModel, load_tokenizer
 from reasoning.packing import Sample, cut, token_scores
 from reasoning.samples import Sampling
 from scheduler.cluster import Cluster
@@ -43,6 +44,16 @@ def test_learning_from_groups_as_they_come_is_learning_from_the_batch(name: str)
     (whole, expected), (by_group, gradients) = found
     assert by_group == pytest.approx(whole, abs=1e-5)
     assert torch.allclose(gradients, expected, atol=1e-6) and bool(expected.any())
+
+
+def test_a_warm_start_learns_answers_without_a_token_that_begins_a_text() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = load_tokenizer("tiny")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
+    plain = load_tokenizer("tiny").encode("12")
+    assert tokenizer.encode("12") == [2, *plain]
+    assert _answer_ids(tokenizer, Problem("p", "6+6?", "12")) == [*plain, tokenizer.eos_token_id]
 
 
 def test_weights_correct_for_an_older_sampler_up_to_the_cap() -> None:
