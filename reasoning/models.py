@@ -66,7 +66,7 @@ class LanguageModel(nn.Module):
         self.autocast = low if trains and low != torch.float32 else None
         self.has_adapters = config.lora_rank is not None
         if config.lora_rank is not None:
-            self.network = _with_adapters(self.network, config.lora_rank, config.lora_alpha, trains)
+            self.network = _with_adapters(self.network, config.lora_rank, config.lora_alpha, trains, seed)
         self.critic = _critic(self.network.config.hidden_size, seed) if has_critic else None
         self.train(trains)
         ends = self.network.generation_config.eos_token_id
@@ -139,11 +139,13 @@ def _load_network(config: ModelConfig, dtype: torch.dtype, seed: int) -> Any:
     return network.to(dtype)
 
 
-def _with_adapters(network: Any, rank: int, alpha: int, trains: bool) -> Any:
+def _with_adapters(network: Any, rank: int, alpha: int, trains: bool, seed: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
-    adapted = get_peft_model(network, lora, autocast_adapter_dtype=trains)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted = get_peft_model(network, lora, autocast_adapter_dtype=trains)
     return adapted if trains else adapted.requires_grad_(False)
 
 

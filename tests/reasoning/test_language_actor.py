@@ -56,6 +56,15 @@ def test_a_warm_start_learns_answers_without_a_token_that_begins_a_text() -> Non
     assert _answer_ids(tokenizer, Problem("p", "6+6?", "12")) == [*plain, tokenizer.eos_token_id]
 
 
+def test_new_adapters_are_decided_by_the_seed() -> None:
+    first, second, other = (
+        LanguageModel(ModelConfig(path="tiny", lora_rank=2), trains=True, seed=seed).learned_state()
+        for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert any(not torch.equal(value, other[name]) for name, value in first.items())
+
+
 def test_weights_correct_for_an_older_sampler_up_to_the_cap() -> None:
     groups = scored([([5], [[7], [8]])])
     actor = learner("dr_grpo", tiny(), importance_cap=2.0)
