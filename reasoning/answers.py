@@ -37,7 +37,8 @@ _CHOICE = re.compile(
     r"(?!\s*(?:(?:[,/&]|or\b|and\b)\s*\(?[A-J]\b|\([A-J]\)))"  # who names several has chosen none
 )
 _UNIT = re.compile(
-    r"(?<=[\w)}\]])(?:\\[,;:! ]|[\s~])*\\(?:text|mbox|mathrm)\s*\{[^{}]*[A-Za-z][^{}]*\}(?:\s*\^\s*\{?\d\}?)?\s*$"
+    r"(?<=[\w)}\]])(?:\\[,;:! ]|[\s~])*\\(?:text|mbox|mathrm)\s*\{"
+    r"(?!\s*(?:percent|hundred|thousand|million|billion)\b)[^{}]*[A-Za-z][^{}]*\}(?:\s*\^\s*\{?\d\}?)?\s*$"
 )
 _IN_BASE = re.compile(r"([-+]?[0-9A-Z]+)_\{?(\d+)\}?")
 _MIXED = re.compile(r"(?<![\w.,/^{}])(\d+)\s+(\d+)/(\d+)(?![\w.,/^])")

@@ -148,7 +148,7 @@ class _Process:
         root = str(Path(__file__).resolve().parent.parent)
         paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "reasoning.answers"],
+            [sys.executable, "-P", "-m", "reasoning.answers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -78,6 +79,8 @@ WRITTEN = [  # where the answer stands, and how
     ("15", r"15\mbox{ cm}^2", True),
     ("10", r"10\text{ dollars}", True),
     ("10", r"11\text{ m/s}", False),
+    (r"50\text{ percent}", "0.5", True),
+    (r"5\text{ million}", "5", False),
     (r"6\text{ PM}", r"6\text{ AM}", False),
     ("The answer is (B) 42", "B", True),
     (r"\boxed{\textbf{(B)}\ 12}", "B", True),
@@ -194,6 +197,15 @@ def test_random_hostile_strings_leave_the_pool_alive_and_its_memory_bounded() ->
         assert verifier.verify_all(pairs).count(True) <= 2  # a gold answer may come up by chance
         memory = sum(child.memory_info().rss for child in psutil.Process().children())
         assert verifier.verify("2/14", r"\frac{1}{7}") is True and memory < 1e9
+
+
+def test_a_module_of_the_same_name_in_the_working_directory_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reasoning.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    with Verifier() as verifier:
+        assert verifier.verify("1/2", r"\frac{2}{4}") is True
 
 
 def test_works_in_a_thread() -> None:
