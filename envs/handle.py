@@ -65,13 +65,15 @@ class ProcessHandle:
         except BlockingIOError:  # half a command was sent: nothing sensible can follow
             self.popen.kill()
             self._verdict = "took no commands any more and was killed"
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it died: the wait for the answer finds out why
+        except OSError:
+            pass  # it died, or was ended: the wait for the answer finds out why
 
     @property
     def descriptors(self) -> list[int]:
         """Something can be read from one of these when the process has answered, spoken or died."""
         stderr = self.popen.stderr
+        if self.connection.closed:
+            return []
         return [self._descriptor, *([stderr.fileno()] if stderr and not self._stderr_closed else [])]
 
     def take_in(self) -> None:
@@ -104,12 +106,15 @@ class ProcessHandle:
         """End it now and free what the parent holds of it."""
         self.popen.kill()
         self.popen.wait()
+        self.is_lost = True
         self.connection.close()
         assert self.popen.stderr is not None
         self.popen.stderr.close()
 
     def _take_in(self, timeout: float) -> bool:
         """Read an answer, or what it said, if one comes in time; whether anything did. Raises ProcessLost."""
+        if self.connection.closed:  # its descriptors may be others' by now
+            raise ProcessLost(self._describe_end(self.popen.wait()))
         try:
             ready = dict(self._poller.poll(timeout * 1000))
             if self._descriptor in ready:

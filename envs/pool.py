@@ -203,13 +203,11 @@ class PooledVectorEnv(VectorEnv):
 
     def awaited(self) -> ProcessHandle | None:
         """The first process whose answer to the chunk step in flight was not taken in yet."""
-        processes = (self.pool.processes[number] for number in self.used)
-        return next((process for process in processes if process.peek(self.key) is None), None)
+        return next((process for process in self._asked_processes() if process.peek(self.key) is None), None)
 
     def has_failed(self) -> bool:
         """Whether finishing the chunk step in flight, as far as it was taken in, takes the replacement of a process."""
-        processes = [self.pool.processes[number] for number in self.used]
-        return any(process.is_lost or process.peek(self.key) is False for process in processes)
+        return any(process.is_lost or process.peek(self.key) is False for process in self._asked_processes())
 
     def go_on(self, numbers: np.ndarray, lost: np.ndarray) -> None:
         """Take the place of a set that was lost as a whole, before any other call.
@@ -326,6 +324,10 @@ class PooledVectorEnv(VectorEnv):
 
     def _args_of(self, number: int) -> VectorArgs:
         return replace(self.args, env_ids=self.args.env_ids[self.shares[number]])
+
+    def _asked_processes(self) -> list[ProcessHandle]:
+        """Those that owe an answer; one that another set's call has replaced owes none."""
+        return [self.pool.processes[number] for number in self.used if self._asked[number] is not None]
 
     def _ask(self, number: int, command: str, *args: Any) -> None:
         self._asked[number] = (command, *args)

@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.error
@@ -158,6 +159,37 @@ def test_a_process_that_dies_in_one_session_harms_no_other(start: Start, tmp_pat
         other.ask("reset", set=7, rows=[0], seeds=None, init_state_ids=None)
     one.close()
     assert envs[1].chunk_step(actions(envs[1], 1)).valid.all()
+    other.close()
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_two_chunks_in_flight_in_a_process_that_dies_are_both_answered_at_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    server = start(processes=1, step_timeout_s=300)
+    one, other = connect(server), connect(server)
+    first, second, elsewhere = (pool.vector_env(TOY, range(2)) for pool in (one, one, other))
+    for env in (first, second, elsewhere):
+        env.reset()
+    session = next(iter(server.sessions.values()))
+    assert session.pool is not None
+    process = session.pool.processes[0].popen
+    process.send_signal(signal.SIGSTOP)
+    for env in (first, second):
+        env.chunk_step_async(actions(env, 1))
+    wait_until(lambda: len(session.stepping) == 2)
+    if not comes_back:
+        monkeypatch.setattr(sys, "executable", "/bin/false")
+    process.kill()
+    if comes_back:
+        assert first.chunk_step_wait().lost.all()
+    else:
+        with pytest.raises(EnvError, match="replaced 3 times in a row without success"):
+            first.chunk_step_wait()
+    wait_until(lambda: not session.stepping)
+    assert second.chunk_step_wait().lost.all()
+    assert elsewhere.chunk_step(actions(elsewhere, 1)).valid.all()
+    one.close()
     other.close()
 
 
