@@ -155,11 +155,14 @@ class RemotePool:
 
     def _post(self, request: _Request, again: bool = False) -> None:
         request.number = request.number if again else next(self._numbers)
-        self._pending[request.number] = request
         self._say({"op": request.op, "number": request.number, **request.fields})
+        self._pending[request.number] = request
 
     def _say(self, message: dict[str, Any]) -> None:
         frames = wire.pack({"protocol": wire.PROTOCOL, "session": self._key, **message})
+        if (size := wire.largest(frames)) > wire.MAX_REQUEST:
+            limit = f"env servers take {wire.MAX_REQUEST} at most: fewer envs of one server need less"
+            raise EnvError(f"{self.address}: the request to {message['op']} has {size} bytes in one part; {limit}")
         with suppress(zmq.Again):  # there is no connection: what is not answered is asked again
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
 
@@ -213,14 +216,19 @@ class RemotePool:
                 raise EnvError(f"the env server at {self.address} lost the session {MAX_LOSSES} times in a row")
             self._key, self._pending, self._counted = secrets.token_bytes(16), {}, (0, 0)
             try:
-                self.about = self._ask_new("open", **self._asked)["value"]
+                opened = self._ask_new("open", **self._asked)
+                self.about = opened["value"]
                 for env in self.sets.values():
                     env.take_place(self._ask_new("make", **env.description()))
                 break
             except _Gone:
                 continue
         for request in waiting:
-            if request.reply is None:  # else it was a chunk step, which is lost
+            if request.op == "open":
+                request.reply = opened
+            elif request.reply is None:  # else it was a chunk step, which is lost
+                if "shared" in request.fields:
+                    request.fields["shared"] = self.sets[request.fields["set"]].is_shared
                 self._post(request)
 
     def _ask_new(self, op: str, **fields: Any) -> dict[str, Any]:

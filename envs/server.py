@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 KEPT_REPLIES = 64  # of each session, for a client whose connection broke before it had them
 MAX_QUEUED = 256  # requests of a session that wait for others
 WINDOW = 1024  # how far apart the numbers of requests in flight may be
+POLL_S = 1.0
 OUTCOME = ("reward", "terminated", "truncated", "valid", "state", "image", "task", "episode_number", "running")
 FINAL = ("final_state", "final_image", "final_task")
 
@@ -97,9 +98,14 @@ class EnvServer:
 
     def run(self, parent: int | None = None) -> None:
         """Serve until `stop` and what it allows. `parent`: a descriptor whose closing ends the server at once."""
+        looked = time.monotonic()
         try:
             while self._ends_at is None or (self.sessions and time.monotonic() < self._ends_at):
-                ready = dict(zmq.zmq_poll([(thing, zmq.POLLIN) for thing in self._watched(parent)], 1000))
+                ready = dict(zmq.zmq_poll([(thing, zmq.POLLIN) for thing in self._watched(parent)], POLL_S * 1000))
+                before, looked = looked, time.monotonic()
+                if (away := looked - before) > 2 * POLL_S:  # this process was stopped, and not its trainers silent
+                    for session in self.sessions.values():
+                        session.heard += away
                 if parent in ready:
                     return
                 if self._wake in ready:
@@ -182,6 +188,8 @@ class EnvServer:
         if op == "alive":
             return
         if op == "ping":
+            if not isinstance(message["awaiting"], list) or len(message["awaiting"]) > WINDOW:
+                raise WireError("no list of what is awaited")
             session.identity = identity
             self._pong(session, message["awaiting"])
             return
@@ -215,12 +223,12 @@ class EnvServer:
         self._router.send_multipart([identity, *wire.pack(reply)])
 
     def _pong(self, session: Session, awaiting: list[int]) -> None:
-        """Tell what never came, and give again what the client has not got."""
+        """Tell what never came, and give again what went to a connection that is no more."""
         missing = [number for number in awaiting if number not in session.seen]
         self._router.send_multipart([session.identity, *wire.pack({"missing": missing})])
         for number in awaiting:
-            if number in session.replies:
-                self._router.send_multipart([session.identity, *session.replies[number]], copy=False)
+            if number in session.replies and session.replies[number][0] != session.identity:
+                self._give(session, number, session.replies[number][1])
 
     def _answer(self, session: Session, number: int, reply: dict[str, Any], env: PooledVectorEnv | None) -> None:
         """`env`: whose state of things goes along, unless the client sees it in shared memory."""
@@ -230,10 +238,18 @@ class EnvServer:
             ended = (env.buffers.terminated | env.buffers.truncated).any()
             names = (*OUTCOME, *(FINAL if ended else ()))
             reply = {**reply, "arrays": {name: getattr(env.buffers, name) for name in names}}
-        frames = wire.pack({"reply": number, **reply, **counted, "now": time.monotonic()})
-        session.replies[number] = frames
+        try:
+            frames = wire.pack({"reply": number, **reply, **counted, "now": time.monotonic()})
+            if (size := wire.largest(frames)) > wire.MAX_FRAME:
+                raise ValueError(f"the answer has {size} bytes in one part; a trainer takes {wire.MAX_FRAME} at most")
+        except (TypeError, ValueError, OverflowError) as error:  # what an env says of itself may be anything
+            frames = wire.pack({"reply": number, "error": str(error), "kind": "EnvError", **counted})
+        self._give(session, number, frames)
         while len(session.replies) > KEPT_REPLIES:
             session.replies.popitem(last=False)
+
+    def _give(self, session: Session, number: int, frames: list[Any]) -> None:
+        session.replies[number] = session.identity, frames
         self._router.send_multipart([session.identity, *frames], copy=False)
 
     # ------------------------------------------------------------------------------------------ work

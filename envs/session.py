@@ -57,7 +57,7 @@ class Session:
     job: tuple[int, int | None, Future] | None = None  # request, set, what a thread does
     seen: set[int] = field(default_factory=set)  # numbers of requests, from the newest's window
     newest: int = 0
-    replies: OrderedDict[int, list[Any]] = field(default_factory=OrderedDict)
+    replies: OrderedDict[int, tuple[bytes, list[Any]]] = field(default_factory=OrderedDict)  # where to, and frames
     closing: bool = False
 
 

@@ -32,7 +32,7 @@ class WireError(ValueError):
 
 
 def pack(message: dict[str, Any]) -> list[Any]:
-    """The frames of a message; arrays beyond `INLINE` are not copied."""
+    """The frames of a message; arrays beyond `INLINE` are not copied, as long as there are frames for them."""
     frames: list[Any] = [b""]
 
     def extend(value: Any) -> Any:
@@ -42,13 +42,18 @@ def pack(message: dict[str, Any]) -> list[Any]:
             raise TypeError(f"{type(value).__name__} does not go over the wire")
         array = np.ascontiguousarray(value)
         about = (array.dtype.str, array.shape)
-        if array.nbytes <= INLINE:
+        if array.nbytes <= INLINE or len(frames) == MAX_FRAMES:
             return msgpack.ExtType(_IN_HEADER, msgpack.packb((*about, array.tobytes())))
         frames.append(memoryview(array).cast("B"))  # type: ignore[arg-type]
         return msgpack.ExtType(_IN_FRAME, msgpack.packb((*about, len(frames) - 1)))
 
     frames[0] = msgpack.packb(message, default=extend)
     return frames
+
+
+def largest(frames: Sequence[Any]) -> int:
+    """Bytes of the largest frame: of one that is too large libzmq tells nobody, and ends the connection."""
+    return max(memoryview(frame).nbytes for frame in frames)
 
 
 def unpack(frames: Sequence[Any]) -> dict[str, Any]:

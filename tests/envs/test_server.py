@@ -21,12 +21,14 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs import client, wire
+from envs import client, session, wire
 from envs.base import ChunkResult, EnvError, EnvSettings, VectorEnv
 from envs.client import RemotePool
+from envs.episodes import EpisodicVectorEnv
 from envs.pool import EnvPool
 from envs.server import EnvServer, serve_metrics
 from envs.session import Limits
+from envs.slots import VectorArgs
 
 TOY = EnvSettings("toy:Toy", "Toy", observation=("state", "image"))
 TOKEN = b"a token that is long enough"
@@ -171,13 +173,13 @@ def test_two_chunks_in_flight_in_a_process_that_dies_are_both_answered_at_once(
     first, second, elsewhere = (pool.vector_env(TOY, range(2)) for pool in (one, one, other))
     for env in (first, second, elsewhere):
         env.reset()
-    session = next(iter(server.sessions.values()))
-    assert session.pool is not None
-    process = session.pool.processes[0].popen
+    busy = next(iter(server.sessions.values()))
+    assert busy.pool is not None
+    process = busy.pool.processes[0].popen
     process.send_signal(signal.SIGSTOP)
     for env in (first, second):
         env.chunk_step_async(actions(env, 1))
-    wait_until(lambda: len(session.stepping) == 2)
+    wait_until(lambda: len(busy.stepping) == 2)
     if not comes_back:
         monkeypatch.setattr(sys, "executable", "/bin/false")
     process.kill()
@@ -186,7 +188,7 @@ def test_two_chunks_in_flight_in_a_process_that_dies_are_both_answered_at_once(
     else:
         with pytest.raises(EnvError, match="replaced 3 times in a row without success"):
             first.chunk_step_wait()
-    wait_until(lambda: not session.stepping)
+    wait_until(lambda: not busy.stepping)
     assert second.chunk_step_wait().lost.all()
     assert elsewhere.chunk_step(actions(elsewhere, 1)).valid.all()
     one.close()
@@ -306,6 +308,77 @@ def test_a_request_that_comes_twice_is_done_once(server: EnvServer) -> None:
     assert env.state()[0]["actions"].shape == (1, 2) and result.valid.sum() == 1
     assert server.counts["replayed"] == before + 1
     pool.close()
+
+
+def test_an_answer_is_given_again_where_the_connection_broke_and_only_there(server: EnvServer) -> None:
+    pool = connect(server)
+    env = pool.vector_env(TOY, range(1))
+    request = pool.send("state", set=env.key)
+    pool.wait(request)
+    head = {"protocol": wire.PROTOCOL, "session": pool._key}
+    ping = wire.pack({**head, "op": "ping", "awaiting": [request.number] * 3})
+    again: zmq.Socket
+    with zmq.Context.instance().socket(zmq.DEALER) as again:
+        again.setsockopt(zmq.LINGER, 0)
+        again.connect(server.address)
+        for connection, said in ((pool._socket, ["missing", "missing"]), (again, ["missing", "reply", "missing"])):
+            for _ in range(2):
+                connection.send_multipart(ping)
+            heard = [wire.unpack(connection.recv_multipart()) for _ in said if connection.poll(10_000)]
+            assert [next(iter(message)) for message in heard] == said
+    malformed = server.counts["malformed"]
+    for awaiting in ([request.number] * 5000, {"1": 1}, None):
+        pool._say({"op": "ping", "awaiting": awaiting})
+    env.reset()
+    assert server.counts["malformed"] == malformed + 3
+    pool.close()
+
+
+def test_a_request_in_flight_as_the_session_is_lost_is_answered_the_way_that_the_next_one_has(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start()
+    pool = connect(server)
+    env, twin = pool.vector_env(TOY, range(2)), EpisodicVectorEnv(VectorArgs(TOY, range(2)))
+    assert env.is_shared
+    server.sessions.clear()
+    monkeypatch.setattr(client, "map_shared", lambda *_: None)
+    seen, right = env.reset([0, 1], [5, 6]), twin.reset([0, 1], [5, 6])
+    assert not env.is_shared and pool.replaced == 2
+    np.testing.assert_array_equal(seen["state"], right["state"])
+    pool.close()
+
+
+def test_a_session_whose_opening_the_server_has_forgotten_is_opened_once_more(tmp_path: Path) -> None:
+    address, opened = f"ipc://{tmp_path}/server", list[bytes]()
+    router: zmq.Socket
+    with zmq.Context.instance().socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.bind(address)
+
+        def serve() -> None:
+            while len(opened) < 3:
+                identity, *frames = router.recv_multipart()
+                message = wire.unpack(frames)
+                if message["op"] == "open":
+                    opened.append(message["session"])
+                    answer = {"value": {"processes": 1}} if len(opened) == 2 else {"error": "open already", "kind": ""}
+                    if len(opened) > 1:
+                        router.send_multipart([identity, *wire.pack({"reply": message["number"], **answer})])
+                elif message["op"] == "ping":
+                    router.send_multipart([identity, *wire.pack({"gone": message["session"]})])
+                else:
+                    return
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            pool = RemotePool(address, "toy:Toy", "Toy", timeout_s=20)
+            assert pool.num_processes == 1
+            pool.close()
+        finally:
+            thread.join(20)
+    assert len(set(opened)) == len(opened) == 2
 
 
 # --- what is no message -------------------------------------------------------------------------------------
@@ -448,6 +521,38 @@ def test_arrays_that_are_not_what_they_say_are_refused() -> None:
         forged = msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb((dtype, shape, data)))})
         with pytest.raises(wire.WireError):
             wire.unpack([forged])
+
+
+def test_what_is_too_large_for_the_other_end_is_said_and_not_sent(
+    server: EnvServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = {"films": [np.full(2**16 + 1, number % 256, np.uint8) for number in range(100)]}
+    frames = wire.pack(many)
+    assert len(frames) == wire.MAX_FRAMES
+    for sent, received in zip(many["films"], wire.unpack(frames)["films"], strict=True):
+        np.testing.assert_array_equal(sent, received)
+    pool = connect(server)
+    env = pool.vector_env(TOY, range(1))
+    long = [{**slot, "actions": np.zeros((2**21 + 1, 2), np.float32)} for slot in env.state()]
+    with pytest.raises(EnvError, match=r"the request to restore has 16777224 bytes .* 16777216 at most"):
+        env.restore(long)
+    assert env.reset().keys() == {"state", "image", "instruction"}
+    with monkeypatch.context() as small:
+        small.setattr(wire, "MAX_FRAME", 50)
+        with pytest.raises(EnvError, match="the answer has .* a trainer takes 50 at most"):
+            env.state()
+    pool.close()
+
+
+def test_an_answer_that_cannot_be_sent_ends_no_server(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start()
+    pool = connect(server)
+    with monkeypatch.context() as odd:
+        odd.setattr(session, "versions", lambda: {"python": {3, 11}})
+        with pytest.raises(EnvError, match="set does not go over the wire"):
+            connect(server)
+    assert pool.vector_env(TOY, range(1)).reset()
+    pool.close()
 
 
 def test_health_and_metrics_tell_how_the_server_does(start: Start) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from envs import client
 from envs.base import EnvError, EnvSettings, VectorEnv, episode_seed
 from envs.client import RemotePool
 from envs.launch import ServerProcess
@@ -30,8 +31,8 @@ def serve(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     monkeypatch.chdir(Path(__file__).parent)
     started: list[ServerProcess] = []
 
-    def begin(kind: str = "toy:Toy") -> ServerProcess:
-        started.append(ServerProcess([kind, "Toy", "--bind", address, "--processes", "1"]))
+    def begin(kind: str = "toy:Toy", *options: str) -> ServerProcess:
+        started.append(ServerProcess([kind, "Toy", "--bind", address, "--processes", "1", *options]))
         return started[-1]
 
     yield begin
@@ -94,6 +95,24 @@ def test_a_server_that_stops_for_a_while_costs_nothing_and_for_too_long_ends_the
         env.chunk_step(actions(env))
     os.kill(server.popen.pid, signal.SIGCONT)
     pool.close()
+
+
+def test_a_server_does_not_take_its_own_stop_for_its_trainers_silence(
+    serve: Serve, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "ALIVE_S", 0.5)
+    server = serve("toy:Toy", "--session-timeout", "3")
+    pools = [RemotePool(address, "toy:Toy", "Toy", timeout_s=60) for _ in range(3)]
+    envs = [pool.vector_env(TOY, [0]) for pool in pools]
+    for env in envs:
+        env.reset()
+    os.kill(server.popen.pid, signal.SIGSTOP)
+    time.sleep(5)
+    os.kill(server.popen.pid, signal.SIGCONT)
+    assert all(env.chunk_step(actions(env)).valid.all() for env in envs)
+    assert [pool.lost_episodes for pool in pools] == [0, 0, 0]
+    for pool in pools:
+        pool.close()
 
 
 def test_a_server_that_comes_back_with_something_else_ends_the_run_with_the_difference(
