@@ -28,6 +28,8 @@ class PolicyClient:
     def infer(self, observation: dict[str, Any]) -> dict[str, Any]:
         """Actions [C, A] under "actions". Raises RuntimeError with what the server did not like.
 
+        Raises TimeoutError where none came in time, and ends the connection: they would be taken for the next answer.
+
         Args:
             observation: `state` [S] float32, `image` [V, H, W, 3] uint8, `instruction`; of several envs with one more
                 dimension in front. openpi's names `observation/state`, `observation/image`, `observation/wrist_image`
@@ -43,7 +45,11 @@ class PolicyClient:
         self._open.close()
 
     def _receive(self) -> Any:
-        return self._socket.recv(timeout=self._timeout_s)
+        try:
+            return self._socket.recv(timeout=self._timeout_s)
+        except BaseException:
+            self.close()
+            raise
 
 
 def pack(message: Any) -> bytes:
@@ -55,7 +61,7 @@ def unpack(data: bytes) -> Any:
     """Undo `pack`. Raises ValueError for what is no such message."""
     try:
         return msgpack.unpackb(data, object_hook=_unpack_array, max_array_len=2**16, max_map_len=2**10)
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, msgpack.UnpackException) as error:
         raise ValueError(f"no message: {error!r}") from None
 
 

@@ -90,6 +90,8 @@ def read_observation(request: dict[str, Any], spec: EnvSpec) -> tuple[dict[str, 
         array = np.asarray(given.get(key))
         if array.shape[-len(shape) :] != shape or array.ndim not in (len(shape), len(shape) + 1):
             raise ValueError(f"{key} has shape {array.shape}; expected {shape}, or with one more dimension in front")
+        if dtype is np.uint8 and array.dtype.kind == "f":
+            raise ValueError(f"{key} is {array.dtype}; expected uint8, from 0 to 255")
         observation[key] = array.astype(dtype, copy=False).reshape(-1, *shape)
     is_single = all(np.ndim(given[key]) == len(shape) for key, (shape, _) in expected.items())
     count = len(next(iter(observation.values())))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgpack
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 import websockets.sync.client
-from websockets.exceptions import InvalidStatus
+import websockets.sync.server
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from embodied_rl.build import build_policy
 from embodied_rl.checkpoint import save_checkpoint
@@ -109,6 +111,30 @@ def test_pictures_are_put_together_as_the_envs_cameras() -> None:
         and seen["image"].mean(axis=(0, 2, 3, 4)).tolist() == [0, 1]
     )
     assert seen["instruction"] == ["push"]
+    with pytest.raises(ValueError, match="image is float32; expected uint8"):
+        read_observation({"image": np.full((2, 8, 8, 3), 0.5, np.float32)}, spec)
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one() -> None:
+    late = threading.Event()
+
+    def talk(socket: websockets.sync.server.ServerConnection) -> None:
+        socket.send(pack({}))
+        with suppress(ConnectionClosed):
+            for number in range(2):
+                socket.recv()
+                late.wait(20 if number == 0 else 0)
+                socket.send(pack({"actions": number}))
+
+    with websockets.sync.server.serve(talk, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = PolicyClient(f"ws://127.0.0.1:{server.socket.getsockname()[1]}", timeout_s=1)
+        with pytest.raises(TimeoutError):
+            threading.Timer(2, late.set).start()
+            client.infer({})
+        with pytest.raises(ConnectionClosed):
+            client.infer({})
+        server.shutdown()
 
 
 def test_messages_survive_the_way_and_the_client_needs_no_torch() -> None:
@@ -116,8 +142,10 @@ def test_messages_survive_the_way_and_the_client_needs_no_torch() -> None:
     back = unpack(pack(message))
     np.testing.assert_array_equal(back["a"], message["a"])
     assert back["b"] == [0.5, "x"] and back["c"] is None
-    with pytest.raises(ValueError, match="no message"):
-        unpack(b"\xc1")
+    beyond = {b"__npgeneric__": True, b"data": 300, b"dtype": "|i1"}
+    for wrong in (b"\xc1", msgpack.packb(beyond)):
+        with pytest.raises(ValueError, match="no message"):
+            unpack(wrong)
     program = "import sys, embodied_rl.policy_client; print([m for m in ('torch', 'ray', 'zmq') if m in sys.modules])"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "[]"
