@@ -21,8 +21,11 @@ def served_env(word: str, venv: Path | None) -> tuple[str, str, list[Fault]]:
     faults = []
     if venv is not None and not _python(venv).exists():
         faults.append(Fault("--venv", str(venv), f"has no {_python(venv).relative_to(venv)}", f"python -m venv {venv}"))
-    if Path(word).exists() or (RECIPES / f"{word}.yaml").exists():
+    if Path(word).is_file() or Path(word, "config.yaml").is_file() or (RECIPES / f"{word}.yaml").exists():
         config, found = load_recipe(word, [])
+        if config.env.mix:
+            ids = ", ".join(dict.fromkeys(share.id or config.env.id for share in config.env.mix))
+            found = [*found, Fault("recipe", word, "a mix of envs, and a server has one kind", f"name one: {ids}")]
         return config.env.kind, config.env.id, [*faults, *found]
     if word.partition("/")[0] in SUITES:
         return "libero", word, faults
@@ -47,7 +50,8 @@ def serve(arguments: list[str], venv: Path | None) -> int:
     signal.signal(signal.SIGINT, lambda *_: print("waiting for the sessions; again to end now", file=sys.stderr))
     for line in server.said:
         print(line, flush=True)
-    return server.popen.wait()
+    server.popen.wait()
+    return server.close()
 
 
 def _python(venv: Path) -> Path:

@@ -95,7 +95,8 @@ class EnvPools:
             token = read_token(env.server_token_file) if env.server_token_file else None
             return RemotePool(env.server[0], env.kind, env.id, env.processes, env.server_timeout_s, token)
         processes = [f"--processes={env.processes}"] if env.processes else []
-        options = [f"--step-timeout={env.step_timeout_s}", *processes]
+        envs = 2 * env.num_envs  # those of an evaluation too
+        options = [f"--step-timeout={env.step_timeout_s}", f"--max-envs={envs}", *processes]
         assert env.python is not None
         self._servers.append(ServerProcess([env.kind, env.id, *options], env.python))
         return RemotePool(self._servers[-1].address, env.kind, env.id, env.processes, env.server_timeout_s)
