@@ -57,6 +57,8 @@ def common_spec(specs: Sequence[EnvSpec]) -> EnvSpec:
                 f"{spec.instruction!r} and {first.instruction!r} have other actions: {spec.action} and {first.action}; "
                 "a mix needs the same, for which there are control_mode and fixed_actions"
             )
+        if (spec.state_size is None) != (first.state_size is None):
+            raise EnvError(f"of the envs of a mix all have a state or none: {spec.state_size}, {first.state_size}")
         if (spec.image_shape or (0,))[1:] != (first.image_shape or (0,))[1:]:
             raise EnvError(f"the envs of a mix draw pictures of other sizes: {spec.image_shape}, {first.image_shape}")
     views = None if first.image_shape is None else min(spec.image_shape[0] for spec in specs if spec.image_shape)

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 KEPT_REPLIES = 64  # of each session, for a client whose connection broke before it had them
 MAX_QUEUED = 256  # requests of a session that wait for others
 WINDOW = 1024  # how far apart the numbers of requests in flight may be
-POLL_S = 1.0
+POLL_S = 1
 OUTCOME = ("reward", "terminated", "truncated", "valid", "state", "image", "task", "episode_number", "running")
 FINAL = ("final_state", "final_image", "final_task")
 
@@ -332,7 +332,8 @@ def require_safe(bind: str, token: bytes | None) -> None:
     """Raises ValueError for an address that others than this machine's programs could use without a token."""
     scheme, _, rest = bind.partition("://")
     host, _, port = rest.rpartition(":")
-    if scheme not in ("ipc", "tcp") or (scheme == "tcp" and not (host and (port.isdecimal() or port == "*"))):
+    is_port = port == "*" or (port.isdecimal() and int(port) < 2**16)  # libzmq takes a greater one for another
+    if scheme not in ("ipc", "tcp") or (scheme == "tcp" and not (host and is_port)):
         raise ValueError(f"{bind} is no address; expected ipc://PATH or tcp://HOST:PORT")
     if scheme == "tcp" and token is None and host.strip("[]") not in ("127.0.0.1", "localhost", "::1"):
         raise ValueError(f"{bind} would let everybody in who can reach it; give --token-file, or bind to 127.0.0.1")
@@ -358,7 +359,7 @@ def serve_metrics(server: EnvServer, port: int) -> int:
             metrics = server.metrics()
             text = {
                 "/healthz": "draining\n" if metrics["draining"] else "ok\n",
-                "/metrics": "".join(f"env_server_{name} {value:g}\n" for name, value in metrics.items()),
+                "/metrics": "".join(f"env_server_{name} {value:.15g}\n" for name, value in metrics.items()),
             }.get(self.path)
             self.send_response(404 if text is None else 503 if text == "draining\n" else 200)
             self.end_headers()
@@ -393,7 +394,7 @@ def main() -> None:
         server = EnvServer(args.kind, args.id, args.bind, token, limits)
         if args.metrics_port is not None:
             print(f"metrics on http://127.0.0.1:{serve_metrics(server, args.metrics_port)}/metrics", flush=True)
-    except (OSError, ValueError, zmq.ZMQError) as error:
+    except (OSError, OverflowError, ValueError, zmq.ZMQError) as error:
         sys.exit(f"env server: {error}")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop(at_once=server._ends_at is not None))

@@ -42,6 +42,11 @@ class Limits:
     session_timeout_s: float = _limit(120.0, "seconds: a session whose trainer is silent for longer is closed")
     drain_s: float = _limit(30.0, "seconds that sessions may go on once the server has been asked to end")
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (value > 0 or (name == "drain_s" and value == 0)):
+                raise ValueError(f"the limit {name} is {value}; it has to be greater than 0")
+
 
 @dataclass
 class Session:

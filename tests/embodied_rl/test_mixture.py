@@ -78,6 +78,8 @@ def test_kinds_that_do_not_go_together_are_refused_and_others_are_fitted() -> No
     assert (fitted.state_size, fitted.image_shape, fitted.horizon) == (9, (1, 8, 8, 3), 20)
     with pytest.raises(EnvError, match="other actions"):
         common_spec([SPEC, EnvSpec(ActionSpec((0.0,), (1.0,)), 4, None, 10, "turn", True)])
+    with pytest.raises(EnvError, match="all have a state or none: None, 4"):
+        common_spec([SPEC, EnvSpec(SPEC.action, None, (2, 8, 8, 3), 10, "look", True)])
     with pytest.raises(EnvError, match="other sizes"):
         common_spec([SPEC, EnvSpec(SPEC.action, 4, (2, 9, 9, 3), 10, "turn", True)])
 

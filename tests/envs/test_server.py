@@ -223,9 +223,18 @@ def test_an_address_open_to_others_needs_a_token() -> None:
     for bind in ("tcp://*:0", "tcp://0.0.0.0:7000", "tcp://robot.lan:7000", "tcp://[::]:7000"):
         with pytest.raises(ValueError, match="--token-file"):
             EnvServer("toy:Toy", "Toy", bind)
-    for bind in ("127.0.0.1:7000", "tcp://127.0.0.1", "tcp://127.0.0.1:", "tcp://127.0.0.1:port"):
+    for bind in (
+        "127.0.0.1:7000",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:",
+        "tcp://127.0.0.1:port",
+        "tcp://127.0.0.1:99999",
+    ):
         with pytest.raises(ValueError, match="no address"):
             EnvServer("toy:Toy", "Toy", bind)
+    for limits in ({"processes": 0}, {"max_sessions": -1}, {"step_timeout_s": float("nan")}):
+        with pytest.raises(ValueError, match=f"the limit {next(iter(limits))} is"):
+            Limits(**limits)  # type: ignore[arg-type]
 
 
 def test_a_path_that_is_a_files_or_another_servers_is_left_alone(start: Start, tmp_path: Path) -> None:
@@ -566,6 +575,8 @@ def test_health_and_metrics_tell_how_the_server_does(start: Start) -> None:
     values = dict(line.split() for line in get("/metrics").splitlines())
     assert values["env_server_envs"] == "3" and values["env_server_sessions"] == "1"
     assert values["env_server_env_steps_total"] == str(steps) and values["env_server_chunks_total"] == "1"
+    server.counts["env_steps"] = 123_456_789
+    assert "env_server_env_steps_total 123456789\n" in get("/metrics")
     assert get("/healthz") == "ok\n"
     server.stop()
     with pytest.raises(urllib.error.HTTPError, match="503"):
