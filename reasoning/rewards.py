@@ -45,8 +45,12 @@ class Rewarder:
         self._users = {name: _import(name) for name in config.functions if name not in BUILT_IN}
 
     def reward(self, group: Group) -> Group:
-        """Fill in the rewards of a group's completions. Raises RewardError if a function does not give one each."""
-        for name in {**self.config.functions, "accuracy": None}:  # evaluations ask for it in any case
+        """Fill in the rewards of a group's completions, and their accuracy in evaluations, whether it is paid or not.
+
+        Raises RewardError if a function does not give one each.
+        """
+        judged = {"accuracy": None} if group.prompt.is_of_evaluation else {}
+        for name in {**self.config.functions, **judged}:
             built_in = BUILT_IN.get(name)
             given = built_in(self.verifier, group) if built_in else self._from_user(name, group)
             for completion, value in zip(group.completions, given, strict=True):

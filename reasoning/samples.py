@@ -7,6 +7,8 @@ from typing import Any
 
 from reasoning.data import Problem
 
+EVALUATION = 1 << 40  # numbers of prompts from here on are those of evaluations
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -14,6 +16,10 @@ class Prompt:
 
     problem: Problem
     number: int
+
+    @property
+    def is_of_evaluation(self) -> bool:
+        return self.number >= EVALUATION
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from reasoning.config import MathConfig
 from reasoning.data import Problem
 from reasoning.evaluate import Judged
 from reasoning.flows import evaluation_flow, training_flow
-from reasoning.samples import Group, Prompt, Sampling
+from reasoning.samples import EVALUATION, Group, Prompt, Sampling
 from reasoning.workers import Judge, Sampler
 from scheduler.cluster import Cluster
 from scheduler.execute import Schedule
@@ -24,7 +24,6 @@ from scheduler.profile import Profile
 from scheduler.worker import Worker, WorkerGroup
 
 EVERYWHERE = "sampler, judge, actor: all"
-EVALUATION = 1 << 40  # numbers of prompts from here on are those of evaluations
 
 
 class MathTeam(Team):

@@ -10,7 +10,7 @@ import pytest
 from reasoning.config import RewardConfig
 from reasoning.data import Problem
 from reasoning.rewards import Rewarder, RewardError, overlong_penalty
-from reasoning.samples import Completion, Group, Prompt
+from reasoning.samples import EVALUATION, Completion, Group, Prompt
 
 SEEN: list[dict[str, Any]] = []
 
@@ -63,9 +63,12 @@ def test_format_does_not_pay_a_box_that_holds_nothing(text: str) -> None:
 
 
 def test_accuracy_is_judged_for_evaluations_where_it_is_not_paid() -> None:
-    judged = group()
-    assert rewarded({f"{__name__}:length_reward": 1.0}, judged) == [3.0] * 4
+    judged, trained = group(), group()
+    judged.prompt = Prompt(judged.prompt.problem, EVALUATION)
+    for one in (judged, trained):
+        assert rewarded({f"{__name__}:length_reward": 1.0}, one) == [3.0] * 4
     assert [completion.rewards["accuracy"] for completion in judged.completions] == [1.0, 0.0, 1.0, 0.0]
+    assert all("accuracy" not in completion.rewards for completion in trained.completions)
 
 
 def test_columns_do_not_replace_what_every_function_is_given() -> None:
