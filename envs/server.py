@@ -41,6 +41,7 @@ from envs.wire import WireError
 logger = logging.getLogger(__name__)
 KEPT_REPLIES = 64  # of each session, for a client whose connection broke before it had them
 MAX_QUEUED = 256  # requests of a session that wait for others
+MAX_QUEUED_BYTES = 2**28  # of them all
 WINDOW = 1024  # how far apart the numbers of requests in flight may be
 POLL_S = 1
 OUTCOME = ("reward", "terminated", "truncated", "valid", "state", "image", "task", "episode_number", "running")
@@ -68,7 +69,7 @@ class EnvServer:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         options = {zmq.MAXMSGSIZE: wire.MAX_REQUEST, zmq.LINGER: 1000, zmq.SNDHWM: 1000, zmq.RCVHWM: 1000}
-        options |= {zmq.HEARTBEAT_IVL: 5000, zmq.HEARTBEAT_TIMEOUT: 30_000, zmq.ROUTER_HANDOVER: 1}
+        options |= {zmq.HEARTBEAT_IVL: 5000, zmq.HEARTBEAT_TIMEOUT: 30_000}
         for option, value in options.items():
             self._router.setsockopt(option, value)
         self._gate = self._guard(token)
@@ -159,12 +160,12 @@ class EnvServer:
         identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
         self.counts["messages"] += 1
         try:
-            self._take(identity, wire.unpack(frames))
+            self._take(identity, wire.unpack(frames), sum(map(len, frames)))
         except (WireError, KeyError, TypeError, ValueError) as error:
             self.counts["malformed"] += 1
             logger.debug("a malformed message: %r", error)
 
-    def _take(self, identity: bytes, message: dict[str, Any]) -> None:
+    def _take(self, identity: bytes, message: dict[str, Any], size: int) -> None:
         key, op = message["session"], message["op"]
         if not isinstance(key, bytes) or len(key) != 16 or not isinstance(op, str):
             raise WireError("no session or no request")
@@ -199,7 +200,8 @@ class EnvServer:
         if number in session.seen or number < session.newest - WINDOW:
             self.counts["replayed"] += 1
             return
-        if len(session.queue) >= MAX_QUEUED:  # who pings is told that it never came
+        queued = sum(waiting for _, _, waiting in session.queue) + size
+        if len(session.queue) >= MAX_QUEUED or queued > MAX_QUEUED_BYTES:  # who pings is told that it never came
             self.counts["refused"] += 1
             return
         if known is None:
@@ -209,7 +211,7 @@ class EnvServer:
         session.seen.difference_update(range(session.newest - WINDOW, number - WINDOW))
         session.newest = max(session.newest, number)
         session.identity = identity
-        session.queue.append((number, message))
+        session.queue.append((number, message, size))
 
     def _full(self) -> str:
         if self._ends_at is not None:
@@ -270,10 +272,10 @@ class EnvServer:
             self.counts["expired"] += 1
             logger.warning("a session ends: its trainer was silent for %g s", self.limits.session_timeout_s)
             session.queue.clear()
-            session.queue.append((0, {"op": "close"}))
+            session.queue.append((0, {"op": "close"}, 0))
         work = self._work(session)
         while session.queue and session.job is None:
-            number, request = session.queue.popleft()
+            number, request, _ = session.queue.popleft()
             if request["op"] == "drop" and (step := session.stepping.pop(request.get("set", 0), None)):
                 self._answer(session, step[0], {"error": "its envs were dropped", "kind": "EnvError"}, None)
             if request["op"] == "close":

@@ -58,7 +58,7 @@ class Session:
     sets: dict[int, PooledVectorEnv] = field(default_factory=dict)
     shared: set[int] = field(default_factory=set)  # sets whose memory the client has mapped
     stepping: dict[int, tuple[int, float]] = field(default_factory=dict)  # set: (request, when it was begun)
-    queue: deque[tuple[int, dict[str, Any]]] = field(default_factory=deque)
+    queue: deque[tuple[int, dict[str, Any], int]] = field(default_factory=deque)  # with the bytes of each
     job: tuple[int, int | None, Future] | None = None  # request, set, what a thread does
     seen: set[int] = field(default_factory=set)  # numbers of requests, from the newest's window
     newest: int = 0

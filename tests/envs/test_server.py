@@ -481,6 +481,26 @@ def test_requests_that_are_wrong_in_ways_of_their_own_end_no_server(server: EnvS
     pool.close()
 
 
+def test_requests_that_wait_have_bounded_sizes_and_those_refused_are_asked_again(
+    server: EnvServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envs.server.MAX_QUEUED_BYTES", 2**17)
+    pool = connect(server)
+    env = pool.vector_env(TOY, range(1))
+    env.reset()
+    [session] = [session for key, session in server.sessions.items() if key == pool._key]
+    assert session.pool is not None
+    [pid] = session.pool.pids[:1]
+    refused = server.counts["refused"]
+    os.kill(pid, signal.SIGSTOP)
+    requests = [pool.send("state", set=env.key, more=bytes(2**16 - 100)) for _ in range(5)]  # the first is begun
+    wait_until(lambda: server.counts["refused"] > refused)
+    assert sum(size for _, _, size in session.queue) <= 2**17
+    os.kill(pid, signal.SIGCONT)
+    assert all(len(pool.wait(request)["value"]) == 1 for request in requests)
+    pool.close()
+
+
 def test_envs_may_be_dropped_while_a_chunk_of_theirs_is_run(server: EnvServer) -> None:
     pool = connect(server)
     env, other = pool.vector_env(TOY, range(2)), pool.vector_env(TOY, range(2))
