@@ -30,6 +30,7 @@ from scheduler.worker import Worker
 
 CRITIC = "critic"  # what names of its parameters begin with
 PARITY_BATCH = 64  # decisions whose log-probabilities are compared before the first update
+COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by the actors' device; counts and metrics are on the host
 
 
 def _free_cache() -> None:
@@ -90,7 +91,7 @@ class ActorWorker(Worker):
                 self.send(address, f"{self.context.group}[{peer}]")
         else:
             address = self.recv(f"{self.context.group}[0]")
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        backend = COLLECTIVES[self.device.type]
         dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=self.world_size)
 
     # ------------------------------------------------------------------------------------------ device memory

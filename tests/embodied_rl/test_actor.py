@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from embodied_rl.config import Config
 from embodied_rl.data import Trajectories
-from embodied_rl.workers.actor import ActorWorker
+from embodied_rl.workers.actor import COLLECTIVES, ActorWorker
 from embodied_rl.workers.parity import disagreement
 from envs.base import ActionSpec, EnvSpec
 from scheduler.trace import Trace
@@ -399,3 +400,8 @@ class TestParity:
         metrics = learn(actor, rollout(actor))
         assert metrics["sampling/logprob_gap_mean"] == pytest.approx(0.05, rel=1e-3)  # what `rollout` adds
         assert metrics["sampling/logprob_gap_max"] == pytest.approx(0.05, rel=1e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_sum_what_is_on_their_device_and_what_is_on_the_host(device: str) -> None:
+    assert {"cpu", device} <= BackendConfig(Backend(COLLECTIVES[device])).get_device_backend_map().keys()
