@@ -149,7 +149,10 @@ class ActorWorker(Worker):
     def _learn(self, iteration: int) -> dict[str, float]:
         """Update from what was gathered."""
         algorithm, gathered, self.gathered = self.config.algorithm, self.gathered, Gathered()
-        batch, sums = Batch.concatenate(gathered.batches), gathered.sums
+        batch, sums = Batch.concatenate(gathered.batches), Sums()
+        for name, counts in gathered.counts.items():
+            part, whole = self._total(counts).tolist()
+            sums.add(name, part / max(whole, 1.0))
         if algorithm.normalise_advantage == "batch":
             batch.advantage = self._normalise(batch.advantage, batch.counts)
         if algorithm.name == "ppo":
@@ -185,13 +188,13 @@ class ActorWorker(Worker):
 
     def _observe(self, own: dict[str, Tensor]) -> None:
         """Let the policy take in a rollout's observations, those of all ranks in the order of ranks."""
-        for source in range(self.world_size):
-            shared = {key: value.to(self.device) for key, value in own.items()}
-            if self.world_size > 1:
-                shared = {key: value.clone() for key, value in shared.items()}
-                for value in shared.values():
-                    dist.broadcast(value, source)
-            self.policy.observe(shared, shared["valid"])
+        shares = [own]
+        if self.world_size > 1:  # their shares need not be equal
+            shares = [{} for _ in range(self.world_size)]
+            dist.all_gather_object(shares, own)
+        for share in shares:
+            seen = {key: value.to(self.device) for key, value in share.items()}
+            self.policy.observe(seen, seen["valid"])
 
     @torch.no_grad()
     def _require_equal_policies(self, rollout: Trajectories) -> None:
@@ -234,6 +237,8 @@ class ActorWorker(Worker):
         if algorithm.normalise_advantage == "minibatch":
             minibatch.advantage = self._normalise(minibatch.advantage, minibatch.counts)
         totals = self._normalisers(minibatch)
+        if not totals["elements"]:  # fewer decisions than minibatches
+            return True
         sums.begin_minibatch()
         self.optimizer.zero_grad()
         kl = torch.zeros((), device=self.device)
@@ -393,7 +398,7 @@ class ActorWorker(Worker):
         self.policy.load_learned_state(states[0]["policy"])
         self.optimizer.load_state_dict(states[0]["optimizer"])
         self.generator.set_state(states[self.rank % len(states)]["generator"])
-        self.gathered = states[self.rank % len(states)]["gathered"]
+        self.gathered = Gathered.dealt([state["gathered"] for state in states], self.rank, self.world_size)
 
     def load_policy(self, checkpoint: Path) -> None:
         """Take the parameters of a checkpoint and nothing else."""

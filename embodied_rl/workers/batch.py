@@ -10,7 +10,6 @@ from torch import Tensor
 from embodied_rl import algorithms as rl
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.data import Trajectories
-from embodied_rl.sums import Sums
 
 
 @dataclass
@@ -62,12 +61,38 @@ class Batch:
 
 @dataclass
 class Gathered:
-    """What an actor has of the iteration that it gathers rollouts for."""
+    """What an actor has of the iteration that it gathers rollouts for.
+
+    Attributes:
+        batches: of each rollout.
+        seen: of each rollout, tensors [T, n, ...]; what the policy has to observe.
+        groups: that remain.
+        counts: float64 [2] by the name of a metric; its parts, and the wholes that they are of.
+    """
 
     batches: list[Batch] = field(default_factory=list)
     seen: list[dict[str, Tensor]] = field(default_factory=list)
     groups: int = 0
-    sums: Sums = field(default_factory=Sums)
+    counts: dict[str, Tensor] = field(default_factory=dict)
+
+    def count(self, name: str, part: float, whole: float) -> None:
+        """Add to a metric that is a share."""
+        self.counts[name] = self.counts.get(name, 0.0) + torch.tensor([part, whole], dtype=torch.float64)
+
+    @staticmethod
+    def dealt(parts: list[Gathered], rank: int, ranks: int) -> Gathered:
+        """What one of so many ranks goes on with, of what other ranks had before."""
+        if len(parts) == ranks:
+            return parts[rank]
+        batches = [Batch.concatenate(list(same)) for same in zip(*(part.batches for part in parts), strict=True)]
+        seen = [
+            {key: torch.cat([one[key] for one in same], dim=1)[:, rank::ranks] for key in same[0]}
+            for same in zip(*(part.seen for part in parts), strict=True)
+        ]
+        summed = {name: torch.stack([part.counts[name] for part in parts]).sum(0) for name in parts[0].counts}
+        counts = {name: count * (rank == 0) for name, count in summed.items()}
+        groups = sum(part.groups for part in parts) * (rank == 0)
+        return Gathered([batch.rows(torch.arange(len(batch))[rank::ranks]) for batch in batches], seen, groups, counts)
 
 
 def decisions(rollout: Trajectories, algorithm: AlgorithmConfig, gathered: Gathered) -> None:
@@ -108,12 +133,13 @@ def _group_advantage(rollout: Trajectories, algorithm: AlgorithmConfig, gathered
     episode_return = torch.where(rollout.valid, rollout.reward, 0.0).sum((0, 2))
     score = success if algorithm.group_score == "success" else episode_return
     advantage = rl.group_advantages(score, group_id, algorithm.group_advantage, valid=intact)
-    gathered.sums.add("grpo/zero_std_fraction", rl.zero_std_fraction(score, group_id, intact))
+    groups = len(group_id[intact].unique())
+    gathered.count("grpo/zero_std_fraction", rl.zero_std_fraction(score, group_id, intact) * groups, groups)
     kept = intact
     if algorithm.filters_groups:
         low, high = algorithm.filter_low or 0.0, 1.0 if algorithm.filter_high is None else algorithm.filter_high
         kept = intact & rl.groups_within(success, group_id, low, high, intact)
-        gathered.sums.add("grpo/kept_fraction", float(kept.float().mean()))
+        gathered.count("grpo/kept_fraction", float(kept.sum()), len(kept))
     gathered.groups += len(group_id[kept].unique())
     spread = advantage.view(1, -1, *[1] * (rollout.value.ndim - 2)).expand_as(rollout.value)
     return spread, rollout.valid.any(-1) & kept

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from embodied_rl.config import Config
 from embodied_rl.data import Trajectories
 from embodied_rl.workers.actor import COLLECTIVES, ActorWorker
+from embodied_rl.workers.batch import Gathered
 from embodied_rl.workers.parity import disagreement
 from envs.base import ActionSpec, EnvSpec
 from scheduler.trace import Trace
@@ -150,6 +154,18 @@ def test_garbage_where_nothing_happened_reaches_no_parameter_and_no_metric() -> 
     expected, found = learn(clean, data, 0), learn(dirty, spoiled, 0)
     assert expected == found and all(np.isfinite(list(found.values())))
     assert torch.equal(parameters(clean), parameters(dirty))
+
+
+def test_minibatches_for_which_there_are_no_decisions_are_left_out() -> None:
+    results = []
+    for minibatches in (2, 5):
+        actor = make_actor(minibatches=minibatches, normalise_advantage="none", entropy_coef=0.01)
+        data = rollout(actor)
+        data.valid[:] = False
+        data.valid[0, :2] = True
+        results.append((learn(actor, data), parameters(actor)))
+    assert results[0][0] == results[1][0] and all(np.isfinite(list(results[0][0].values())))
+    assert torch.equal(results[0][1], results[1][1])
 
 
 def test_clip_fraction_is_a_fraction() -> None:
@@ -347,6 +363,26 @@ class TestGathering:
             assert actor._has_enough() is enough
         assert actor._learn(0)["grpo/empty_iteration"] == 1.0
 
+    @pytest.mark.parametrize("ranks", [1, 2, 3])
+    def test_ranks_that_take_over_from_two_have_what_those_had_once(self, ranks: int) -> None:
+        """Shares of 4 and of 2 envs; of the first rollout a group of each remains, of the second none."""
+        had = []
+        for envs, success in ((slice(0, 4), [1, 0, 1, 1]), (slice(0, 2), [1, 0, 1, 1])):
+            actor = make_actor(name="grpo", group_size=2, filter_low=0.1, filter_high=0.9)
+            actor._gather(part_of(self.with_success(success), envs))
+            actor._gather(part_of(self.with_success([1, 1, 1, 1]), envs))
+            had.append(actor.gathered)
+        found = [Gathered.dealt(had, rank, ranks) for rank in range(ranks)]
+        for number, envs in enumerate((4, 0)):
+            tokens = [gathered.batches[number].token for gathered in found]
+            assert sum(map(len, tokens)) == T * envs
+            whole = [gathered.batches[number].token for gathered in had]
+            assert torch.equal(torch.cat(tokens).sum((1, 2)).sort()[0], torch.cat(whole).sum((1, 2)).sort()[0])
+            assert sum(gathered.seen[number]["valid"].shape[1] for gathered in found) == 6
+        assert sum(gathered.groups for gathered in found) == 2
+        shares = sum(gathered.counts["grpo/kept_fraction"] for gathered in found)
+        assert shares.tolist() == [4.0, 12.0]
+
     @staticmethod
     def with_success(success: list[float]) -> Trajectories:
         data = rollout(make_actor())
@@ -354,6 +390,12 @@ class TestGathering:
         data.reward[0, :, 0] = torch.tensor(success)
         data.success[-1] = data.reward[0, :, 0] > 0
         return data
+
+
+def part_of(data: Trajectories, envs: slice) -> Trajectories:
+    """Some of the envs."""
+    own = {name: x[:, envs] for name, x in vars(data).items() if name not in ("observation", "env_ids")}
+    return Trajectories({key: x[:, envs] for key, x in data.observation.items()}, env_ids=data.env_ids[envs], **own)
 
 
 def actor_advantages(data: Trajectories) -> list[float]:
@@ -405,3 +447,48 @@ class TestParity:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_ranks_sum_what_is_on_their_device_and_what_is_on_the_host(device: str) -> None:
     assert {"cpu", device} <= BackendConfig(Backend(COLLECTIVES[device])).get_device_backend_map().keys()
+
+
+class TestRanks:
+    """Two ranks with shares of 4 and of 2 envs."""
+
+    def test_all_know_the_groups_of_all(self, tmp_path: Path) -> None:
+        for metrics in on_two_ranks(learn_from_groups, tmp_path):
+            # Flat: none of 2 groups, and the only one. Kept: both, and none.
+            assert metrics["grpo/zero_std_fraction"] == pytest.approx(1 / 3)
+            assert metrics["grpo/kept_fraction"] == pytest.approx(4 / 6)
+
+    def test_all_observe_what_all_have_seen(self, tmp_path: Path) -> None:
+        alone = make_actor()
+        for envs in (slice(0, 4), slice(0, 2)):
+            state = rollout(alone).observation["state"][:, envs]
+            alone._observe({"state": state, "valid": torch.ones(state.shape[:2], dtype=torch.bool)})
+        for found in on_two_ranks(observe, tmp_path):
+            assert all(torch.equal(x, found[name]) for name, x in alone.policy.learned_state().items())
+
+
+def learn_from_groups(actor: ActorWorker) -> dict[str, float]:
+    algorithm = make_actor(name="grpo", group_size=2, filter_low=0.1, filter_high=0.9).config.algorithm
+    actor.config = actor.config.model_copy(update={"algorithm": algorithm})
+    data = TestGathering.with_success([1, 1, 1, 0] if actor.rank else [1, 0, 1, 0])
+    return learn(actor, part_of(data, slice(0, 4 - 2 * actor.rank)))
+
+
+def observe(actor: ActorWorker) -> dict[str, Tensor]:
+    state = rollout(actor).observation["state"][:, : 4 - 2 * actor.rank]
+    actor._observe({"state": state, "valid": torch.ones(state.shape[:2], dtype=torch.bool)})
+    return actor.policy.learned_state()
+
+
+def on_two_ranks(work: Callable[[ActorWorker], Any], folder: Path) -> list[Any]:
+    """What it gives in each of two processes."""
+    torch.multiprocessing.spawn(run_rank, (work, folder), nprocs=2)
+    return [torch.load(folder / str(rank)) for rank in range(2)]
+
+
+def run_rank(rank: int, work: Callable[[ActorWorker], Any], folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+    actor = make_actor()
+    actor.context.rank, actor.context.world_size = rank, 2  # type: ignore[misc]
+    torch.save(work(actor), folder / str(rank))
+    dist.destroy_process_group()
