@@ -26,6 +26,7 @@ def consistency_faults(config: Config, defaulted: Collection[str] = ()) -> list[
     """Faults between keys; checks that involve a key in `defaulted` are left out."""
     checks = (
         _env_counts,
+        _actor_shares,
         _pipeline,
         _steps,
         _batches,
@@ -59,7 +60,7 @@ def episode_fault(config: Config, horizon: int, source: str) -> Fault | None:
 
 def _env_counts(config: Config) -> Iterator[Finding]:
     """An env worker holds its share of the envs, cut into pipeline stages; each part has whole groups and blocks."""
-    envs, stages, ranks = config.env.num_envs, max(config.pipeline_choices), _env_ranks(config)
+    envs, stages, ranks = config.env.num_envs, max(config.pipeline_choices), _ranks(config, "env")
     group, block = config.algorithm.group_size, config.inference_block
     grpo = config.algorithm.name == "grpo"
     parts = stages * ranks
@@ -96,17 +97,27 @@ def _env_counts(config: Config) -> Iterator[Finding]:
         yield (*cut, "env.processes"), Fault("env.processes", processes, f"more than {of}", hint)
 
 
-def _env_ranks(config: Config) -> int:
-    """The number of env workers; 1 if the placement is at fault or the devices are not known."""
+def _ranks(config: Config, group: str) -> int:
+    """The number of a group's workers; 1 if the placement is at fault or the devices are not known."""
     devices = visible_devices(config)
     try:
         return (
-            len(parse_placement(config.initial_placement, devices[0], GROUPS, devices[1])["env"].ranks)
+            len(parse_placement(config.initial_placement, devices[0], GROUPS, devices[1])[group].ranks)
             if devices
             else 1
         )
     except ValueError:
         return 1
+
+
+def _actor_shares(config: Config) -> Iterator[Finding]:
+    """An actor worker learns from whole pipeline stages; the others would wait for one that has none."""
+    actors, ranks, stages = _ranks(config, "actor"), _ranks(config, "env"), min(config.pipeline_choices)
+    if config.sft.data is None and actors > ranks * stages:
+        of = f"{stages} pipeline stage(s) of {ranks} env worker(s)"
+        problem = f"gives {actors} actor workers, which share the {of}, and each needs one"
+        hint = f"fewer actor workers; or rollout.pipeline_stages {math.ceil(actors / ranks)}"
+        yield ("placement", "rollout.pipeline_stages"), Fault("placement", config.placement, problem, hint)
 
 
 def _pipeline(config: Config) -> Iterator[Finding]:

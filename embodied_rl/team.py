@@ -71,9 +71,12 @@ class Team:
             self.schedule = Schedule(training, profile or Profile(), fixed, accepts=self._can_run)
 
     def _can_run(self, plan: Plan) -> bool:
-        """Whether the envs divide among the env workers of a plan, and their groups among its pipeline groups."""
-        place = parse_placement(plan.placement_text, plan.num_devices, GROUPS, self.env.cluster.kind)["env"]
-        return self.config.env.num_envs % (len(place.ranks) * max(self.config.pipeline_choices)) == 0
+        """Whether the envs divide among the env workers of a plan, and their groups among its pipeline groups, of which
+        every actor worker has one to learn from."""
+        places = parse_placement(plan.placement_text, plan.num_devices, GROUPS, self.env.cluster.kind)
+        workers, choices = len(places["env"].ranks), self.config.pipeline_choices
+        divides = self.config.env.num_envs % (workers * max(choices)) == 0
+        return divides and len(places["actor"].ranks) <= workers * min(choices)
 
     def _wait(self, handles: list[Handle]) -> list[list[Any]]:
         wait_all(handles, self.timeout_s)

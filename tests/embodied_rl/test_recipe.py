@@ -265,6 +265,13 @@ def test_every_env_worker_needs_whole_stages_of_whole_groups(
         assert hint in faults[key].hint
 
 
+def test_every_actor_worker_needs_a_pipeline_stage_to_learn_from() -> None:
+    placement = "placement=env, rollout: all; actor: all/1"
+    assert faults_of(placement, "rollout.pipeline_stages=2") == {}
+    fault = faults_of(placement, "rollout.pipeline_stages=1")["placement"]
+    assert "2 actor workers" in fault.problem and fault.hint.endswith("rollout.pipeline_stages 2")
+
+
 def test_keys_of_maniskill_are_faults_for_another_simulator() -> None:
     assert set(faults_of("env.kind=gymnasium")) == {"env.control_mode", "env.sim_freq", "env.control_freq"}
 

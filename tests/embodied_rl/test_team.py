@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,3 +89,12 @@ def test_grpo_is_never_cut_inside_a_group() -> None:
     assert settings.pipeline_choices == (1, 2)
     (loop, *_) = training_flow(settings, *map(PlannedGroup, ("env", "rollout", "actor"))).stages()
     assert (loop.granularity, loop.pipeline, loop.steps) == (4, (1, 2), 500)
+
+
+@pytest.mark.parametrize(("stages", "can_run"), [(1, False), (2, True)])
+def test_a_plan_must_leave_every_actor_worker_a_pipeline_group(stages: int, can_run: bool) -> None:
+    settings = config(rollout={"pipeline_stages": stages})
+    flow = training_flow(settings, *(PlannedGroup(name) for name in ("env", "rollout", "actor")))
+    plan = Plan.from_placement(flow, HYBRID, known(8), 8, 2)
+    team: Any = SimpleNamespace(config=settings, env=SimpleNamespace(cluster=SimpleNamespace(kind="gpu")))
+    assert Team._can_run(team, plan) is can_run
