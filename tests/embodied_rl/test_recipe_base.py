@@ -54,3 +54,8 @@ def test_published_settings_lack_nothing_but_assets_and_weights() -> None:
     (fault,) = policy_faults(config)
     assert fault.obtainable and fault.key == "policy.openvla_oft.checkpoint"
     assert config.policy.openvla_oft.unnorm_key == config.env.id == "libero_goal"
+
+
+def test_adapters_of_rlinf_s_settings_count_in_full() -> None:
+    options = [load_recipe(name, [])[0].policy.openvla_oft for name in PUBLISHED if "_oft_" in name]
+    assert options and all(o.lora_alpha == o.lora_rank == 32 for o in options if o.layout == "rlinf")
