@@ -122,6 +122,8 @@ def action_statistics(
     if of not in norm_stats[found]:
         raise UnknownStatistics(f"the statistics of {found!r} have no {of!r}; known: {', '.join(norm_stats[found])}")
     values, names = norm_stats[found][of], {"quantiles": ("q01", "q99"), "extremes": ("min", "max")}[bounds]
+    if absent := [name for name in names if name not in values]:
+        raise UnknownStatistics(f"the {of} statistics of {found!r} have no {' and no '.join(absent)}")
     low, high = (torch.tensor(values[name], dtype=torch.float64) for name in names)
     mask = torch.tensor(values.get("mask", [True] * len(low)), dtype=torch.bool)
     if not low.shape == high.shape == mask.shape:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -39,13 +39,16 @@ def check_weights(model: nn.Module, directory: Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: no weights, or a shard that the index names is not there.
-        CheckpointError: every key that is missing, unexpected or misshapen, over all shards.
+        CheckpointError: a damaged file; or every key that is missing, unexpected or misshapen, over all shards.
     """
     files = _files(directory)
     given: Shapes = {}
     for file in files:
-        with safe_open(file, "pt") as tensors:
-            given |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+        try:
+            with safe_open(file, "pt") as tensors:
+                given |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is damaged, or was not downloaded as a whole: {error}") from None
     faults = state_faults(shapes(model.state_dict()), given)
     if faults:
         raise CheckpointError(f"the weights in {directory} do not fit its config.json:\n{faults}")

@@ -66,6 +66,7 @@ class PromptTokenizer:
 
         Raises:
             FileNotFoundError: there is none.
+            ValueError: it is damaged.
         """
         try:
             from tokenizers import Tokenizer
@@ -74,7 +75,10 @@ class PromptTokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"{directory} has no tokenizer.json; name a directory that has one as `tokenizer`")
-        return Tokenizer.from_file(str(path))
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # what the library raises has no class of its own
+            raise ValueError(f"{path} is no tokenizer: {error}") from None
 
     def __call__(self, instructions: Sequence[str]) -> Tensor:
         """Ids [N, L] of the prompts: BOS | pads | prompt, so that all prompts end together.

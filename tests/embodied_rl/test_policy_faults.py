@@ -85,6 +85,18 @@ def test_a_checkpoint_without_tokenizer_or_weights_or_of_another_architecture(ch
     assert "llava" in faults(checkpoint=str(checkpoint))["checkpoint"]
 
 
+def test_damaged_files_of_a_checkpoint_are_named(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    (checkpoint / "tokenizer.json").write_text("{")
+    edit_config(checkpoint, norm_stats={"bridge_golden": {"action": {"q99": [1.0] * 7}}})
+    (checkpoint / "dataset_statistics.json").unlink(missing_ok=True)
+    found = faults(checkpoint=str(checkpoint))
+    assert "model.safetensors is damaged" in found["checkpoint"]
+    assert "tokenizer.json is no tokenizer" in found["tokenizer"]
+    assert found["unnorm_key"] == "the action statistics of 'bridge_golden' have no q01"
+
+
 @pytest.mark.parametrize(
     ("override", "key", "problem"),
     [
