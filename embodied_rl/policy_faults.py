@@ -42,10 +42,18 @@ def _vla_faults(config: Config, options: OpenVLAConfig) -> Iterator[Fault]:
 
 def _use_faults(config: Config, vla: VLA) -> Iterator[Fault]:
     """A checkpoint that tells how it is to be used, used otherwise."""
-    written, sections = vla.written_settings(), {"kind": "policy", "chunk": "policy"}
+    sections = {"kind": "policy", "chunk": "policy"}
     own = {**vars(vla.settings), "kind": vla.kind}
+    try:
+        written = vla.written_settings()
+    except ValueError as error:
+        yield Fault(f"policy.{vla.kind}.checkpoint", vla.checkpoint, str(error))
+        return
     for name in written if written.get("kind") == vla.kind else [name for name in written if name == "kind"]:
-        if own[name] != written[name]:
+        if name not in own:
+            problem = f"was trained with {name} {show(written[name])}, which this version does not know"
+            yield Fault(f"policy.{vla.kind}.checkpoint", vla.checkpoint, problem)
+        elif own[name] != written[name]:
             key = f"{sections.get(name, f'policy.{vla.kind}')}.{name}"
             problem = f"{vla.checkpoint} was trained with {show(written[name])}"
             yield Fault(key, own[name], problem, f"nearest valid: {show(written[name])}")

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from policies.openvla.config import OpenVLAConfig
+from policies.openvla.config import OpenVLAConfig, read_json_object
 from policies.openvla.processor import Processor
 from policies.state_dicts import Shapes, shapes, state_faults
 
@@ -91,7 +91,7 @@ def save_checkpoint(
 
 def _files(directory: Path) -> list[Path]:
     if (directory / _INDEX).is_file():
-        index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
+        index = read_json_object(directory / _INDEX)
         files = [directory / name for name in sorted(set(index["weight_map"].values()))]
     else:
         files = [directory / _WHOLE]

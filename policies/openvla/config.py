@@ -23,7 +23,18 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class ConfigError(ValueError):
-    """A `config.json` that is not OpenVLA's, or asks for what is not supported."""
+    """A file of a checkpoint that is damaged, is not OpenVLA's, or asks for what is not supported."""
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ConfigError for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}; expected a JSON object")
+    return content
 
 
 @dataclass(frozen=True)
@@ -145,14 +156,14 @@ class OpenVLAConfig:
 
         Raises:
             FileNotFoundError: there is no `config.json`.
-            ConfigError: see `from_dict`.
+            ConfigError: a damaged file; see also `from_dict`.
         """
         path = directory / "config.json"
         if not path.is_file():
             raise FileNotFoundError(f"{directory} is not a checkpoint: it has no config.json")
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json_object(path)
         statistics = directory / "dataset_statistics.json"
         if statistics.is_file():
             base = (raw.get("norm_stats") or {}) if keep_base_statistics else {}
-            raw["norm_stats"] = {**base, **json.loads(statistics.read_text(encoding="utf-8"))}
+            raw["norm_stats"] = {**base, **read_json_object(statistics)}
         return OpenVLAConfig.from_dict(raw, str(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from policies.base import Observation
 from policies.openvla import images
-from policies.openvla.config import OpenVLAConfig
+from policies.openvla.config import OpenVLAConfig, read_json_object
 from policies.openvla.prompts import PromptTokenizer
 
 _MEAN_STD = {"siglip": ([0.5] * 3, [0.5] * 3), "dino": ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])}
@@ -59,7 +58,7 @@ class Processor:
     def read(directory: Path) -> dict[str, Any] | None:
         """The content of `preprocessor_config.json`, if the checkpoint has one."""
         path = directory / "preprocessor_config.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return read_json_object(path) if path.is_file() else None
 
     def __call__(self, observation: Observation) -> Observation:
         """Prepare `image` uint8 [N, V, H, W, 3] and `instruction`, N strings.

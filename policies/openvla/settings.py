@@ -11,6 +11,7 @@ import torch
 
 from policies.action_tokens import Gripper
 from policies.lora import LoRASettings
+from policies.openvla.config import read_json_object
 from policies.openvla.llama import Attention
 from policies.openvla.prompts import PromptStyle
 from policies.value_head import ValuePosition
@@ -117,11 +118,14 @@ class OpenVLASettings:
 
 
 def written_settings(directory: str | Path) -> dict[str, Any]:
-    """What a checkpoint tells of its use: `kind`, and options; empty for a published one, or a preset."""
+    """What a checkpoint tells of its use: `kind`, and options; empty for a published one, or a preset.
+
+    Raises ConfigError for a damaged file.
+    """
     path = Path(directory) / _FILE
     if not path.is_file():
         return {}
-    written = json.loads(path.read_text(encoding="utf-8"))
+    written = read_json_object(path)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
 
 

@@ -97,6 +97,20 @@ def test_damaged_files_of_a_checkpoint_are_named(checkpoint: Path) -> None:
     assert found["unnorm_key"] == "the action statistics of 'bridge_golden' have no q01"
 
 
+@pytest.mark.parametrize("name", ["config.json", "dataset_statistics.json", "policy_settings.json"])
+@pytest.mark.parametrize(("content", "problem"), [("{", "is no JSON"), ("[1]", "holds a list")])
+def test_damaged_descriptions_of_a_checkpoint_are_named(
+    checkpoint: Path, name: str, content: str, problem: str
+) -> None:
+    (checkpoint / name).write_text(content)
+    assert f"{name} {problem}" in faults(checkpoint=str(checkpoint))["checkpoint"]
+
+
+def test_a_setting_that_this_version_does_not_know_is_named(checkpoint: Path) -> None:
+    (checkpoint / "policy_settings.json").write_text('{"kind": "openvla", "wings": 2}')
+    assert "wings 2" in faults(checkpoint=str(checkpoint))["checkpoint"]
+
+
 @pytest.mark.parametrize(
     ("override", "key", "problem"),
     [
