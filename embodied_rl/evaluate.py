@@ -46,15 +46,20 @@ def evaluation_metrics(
 
 def write_record(
     run_dir: Path,
+    team: Any,
     episodes: Sequence[Episode],
-    has_success: bool,
-    config: Config,
     base_seed: int,
     deterministic: bool,
     checkpoint: str,
     file: str = FINAL,
 ) -> dict[str, Any]:
-    """Write a file such as `evaluation.json`: every episode, the rates, and the fingerprint of what was evaluated."""
+    """Write a file such as `evaluation.json`: every episode, the rates, and the fingerprint of what was evaluated.
+
+    Args:
+        team: whose episodes these are.
+        base_seed, deterministic: as `evaluate` of it was given.
+    """
+    config, has_success = team.config, team.spec.has_success
     successes = sum(episode.success_once for episode in episodes)
     record: dict[str, Any] = {
         "n": len(episodes),
@@ -68,6 +73,7 @@ def write_record(
             "versions": {
                 name: _version(name) for name in ("embodied-rl", "mani_skill", "sapien", "gymnasium", "torch")
             },
+            "servers": team.server_versions,
         },
         "episodes": [_episode_record(episode, has_success, bool(config.env.mix)) for episode in episodes],
     }
@@ -165,7 +171,7 @@ def evaluate_checkpoint(
         team = Team(config, cluster, ("rollout", "env"))
         team.rollout.load_checkpoint(checkpoint.absolute()).wait(config.cluster.timeout_s)
         found = team.evaluate(episodes, base_seed, deterministic)
-        record = write_record(target, found, team.spec.has_success, config, base_seed, deterministic, str(checkpoint))
+        record = write_record(target, team, found, base_seed, deterministic, str(checkpoint))
         print(describe(record))
         paths, why_none = record_videos(team, found, videos, target, NullTracker(), manifest.step)
         print(f"record      {target / 'evaluation.json'}")

@@ -60,6 +60,9 @@ class Team:
         self.env, self.rollout = self.groups["env"], self.groups["rollout"]
         self.spec: EnvSpec = self.env.spec().result(self.timeout_s)[0]
         require_fit(config, self.spec)
+        self.server_versions: dict[str, dict[str, str]] = {}
+        for versions in self.env.server_versions().result(self.timeout_s):
+            self.server_versions |= versions
         self._wait([self.groups[name].build(self.spec) for name in groups if name != "env"])
         envs = config.env.num_envs
         self._evaluation = Executor(evaluation_flow(config, self.env, self.rollout), envs)

@@ -120,6 +120,8 @@ class Training:
         self._begin(config, run_dir, tracker, team)
         if not team.spec.has_success:
             _refuse_success_settings(config)
+        for address, versions in team.server_versions.items():
+            print(f"env server {address}: {', '.join(f'{name} {version}' for name, version in versions.items())}")
         self.env_steps = 0
         self.episodes = 0
         self.replaced = 0
@@ -305,10 +307,7 @@ class Training:
             return
         print(f"before training: evaluating {settings.final_episodes} episodes", flush=True)
         episodes = self.team.evaluate(settings.final_episodes, TEST_SEED, settings.deterministic)
-        has_success = self.team.spec.has_success
-        record = write_record(
-            self.run_dir, episodes, has_success, self.config, TEST_SEED, settings.deterministic, "", BEFORE
-        )
+        record = write_record(self.run_dir, self.team, episodes, TEST_SEED, settings.deterministic, "", BEFORE)
         print(f"before training: {describe(record)}", flush=True)
         record_videos(self.team, episodes, settings.videos, self.run_dir, self.tracker, 0, "before_")
 
@@ -323,15 +322,8 @@ class Training:
             self.results.append(f"best check during training: {self.best[0]:.3f}, after iteration {self.best[1]}")
         print(f"evaluating {settings.final_episodes} episodes on seeds that training never used", flush=True)
         episodes = self.team.evaluate(settings.final_episodes, TEST_SEED, settings.deterministic)
-        record = write_record(
-            self.run_dir,
-            episodes,
-            self.team.spec.has_success,
-            self.config,
-            TEST_SEED,
-            settings.deterministic,
-            checkpoint.name if checkpoint else "",
-        )
+        name = checkpoint.name if checkpoint else ""
+        record = write_record(self.run_dir, self.team, episodes, TEST_SEED, settings.deterministic, name)
         self.results.append(describe(record))
         before = self.run_dir / BEFORE
         if before.exists() and self.team.spec.has_success:

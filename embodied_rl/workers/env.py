@@ -66,6 +66,10 @@ class EnvWorker(Worker):
         """What the envs offer."""
         return self.train_envs[0].spec
 
+    def server_versions(self) -> dict[str, dict[str, str]]:
+        """Versions of packages by the address of each env server."""
+        return self.pools.server_versions
+
     def process_ids(self) -> list[int]:
         """The env processes, for monitoring."""
         return self.pools.pids

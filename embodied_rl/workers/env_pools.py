@@ -75,6 +75,11 @@ class EnvPools:
         return [pid for pool in self.pools for pid in pool.pids]
 
     @property
+    def server_versions(self) -> dict[str, dict[str, str]]:
+        """Of Python and the simulator's packages, by the address of each env server."""
+        return {pool.address: pool.about["versions"] for pool in self.pools if isinstance(pool, RemotePool)}
+
+    @property
     def counted(self) -> tuple[int, int]:
         """Processes that were replaced and episodes that were lost, in the whole run."""
         found = [self._earlier, *((pool.replaced, pool.lost_episodes) for pool in self.pools)]

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
+
 PAGE = Path(__file__).parents[2] / "docs" / "env_servers.md"
 
 
@@ -24,3 +26,5 @@ def test_the_simulator_is_short_and_a_policy_learns_it_from_a_server(tmp_path: P
     assert len(returns) == 6 and returns[-1] > returns[0] + 1
     record = json.loads((tmp_path / "runs" / "reach" / "evaluation.json").read_text())
     assert record["fingerprint"]["env"]["server"] and record["n"] == 20 and record["successes"] > 0
+    [versions] = record["fingerprint"]["servers"].values()
+    assert versions["numpy"] == numpy.__version__ and f"numpy {numpy.__version__}" in done.stdout
