@@ -3,11 +3,17 @@
     pip install --target ../trl --no-deps trl datasets dill xxhash multiprocess pandas httpx
     PYTHONPATH=../trl python benchmarks/grpo_vs_trl.py
 
-TRL is installed for this only. Both get the same Llama of 4.8 M parameters with random weights, the same prompts of 6
-to 12 characters, 8 completions of each of 8 prompts in a step, 32 tokens in each (the token that would end one cannot
-be drawn), the same reward, float32, one update a step, and two threads. Steps of both take turns, so that they meet the
-same load. TRL recomputes activations in the backward pass unless told otherwise; it is measured as it comes, and
-without. With a divergence from a reference model, the log-probs of that are computed too.
+TRL is installed for this only. Both get the same Llama of 4.8 M parameters with random weights, the same prompts, 8
+completions of each of 8 prompts in a step, the same reward, float32, one update a step, and two threads. Steps of both
+take turns, so that they meet the same load. TRL recomputes activations in the backward pass unless told otherwise; it
+is measured as it comes, and without. With a divergence from a reference model, the log-probs of that are computed too.
+
+What decides how they compare is how much of the work is the prompt, and how much the lengths of answers differ:
+
+problems    prompts of 40 to 120 tokens, as word problems have; answers end by chance, after 50 tokens on average and
+            96 at most
+sums        prompts of 6 to 12 tokens; 32 tokens in every answer, since the token that ends one cannot be drawn: the
+            least that there is to gain
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +48,23 @@ from reasoning.samples import Completion, Group, Prompt
 from reasoning.team import MathTeam
 from scheduler.cluster import Cluster
 
-PROMPTS, GROUP, TOKENS, THREADS, LR = 8, 8, 32, 2, 1e-6
-TEXTS = [f"{'ab' * (n % 4)}{n:02}+{7 * n % 100:02}=" for n in range(64)]
+PROMPTS, GROUP, THREADS, LR = 8, 8, 2, 1e-6
+PLACEMENT = "sampler, judge, actor: all"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts by their text, tokens of an answer at most, and whether the token that ends one can be drawn."""
+
+    texts: list[str]
+    tokens: int
+    ends: bool
+
+
+WORKLOADS = {
+    "problems": Workload([("abcdefg hi" * 12)[: 36 + 40 * n % 81] + f"{n:02}?=" for n in range(64)], 96, True),
+    "sums": Workload([f"{'ab' * (n % 4)}{n:02}+{7 * n % 100:02}=" for n in range(64)], 32, False),
+}
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
@@ -50,8 +72,8 @@ def digits(completions: list[str], **_: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
-def save_model(directory: Path) -> None:
-    """A Llama whose vocabulary has 64 characters; the token that ends an answer lies beyond them."""
+def save_model(directory: Path, ends: bool) -> None:
+    """A Llama whose vocabulary has 64 tokens, and, if answers end, a further one that ends them."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     characters = "0123456789+-*/=()?. abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQ"
@@ -62,15 +84,15 @@ def save_model(directory: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(directory)
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=64,
+        vocab_size=65 if ends else 64,
         hidden_size=256,
         intermediate_size=704,
         num_hidden_layers=6,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=128,
+        max_position_embeddings=256,
         bos_token_id=None,
-        eos_token_id=None,
+        eos_token_id=64 if ends else None,
         pad_token_id=0,
         tie_word_embeddings=False,
     )
@@ -83,7 +105,7 @@ def save_model(directory: Path) -> None:
 
 
 def trl_trainer(
-    directory: Path, steps: int, kl: float, loss: str = "grpo", recomputes: bool = False, **more: Any
+    directory: Path, work: Workload, steps: int, kl: float, loss: str = "grpo", recomputes: bool = False, **more: Any
 ) -> GRPOTrainer:
     arguments = GRPOConfig(
         output_dir=str(directory / "trl"),
@@ -92,7 +114,7 @@ def trl_trainer(
         gradient_checkpointing=recomputes,
         per_device_train_batch_size=PROMPTS * GROUP,
         num_generations=GROUP,
-        max_completion_length=TOKENS,
+        max_completion_length=work.tokens,
         max_steps=steps,
         learning_rate=LR,
         lr_scheduler_type="constant",
@@ -107,7 +129,7 @@ def trl_trainer(
     )
     network = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    data = Dataset.from_dict({"prompt": TEXTS})
+    data = Dataset.from_dict({"prompt": work.texts})
     return GRPOTrainer(network, digits, args=arguments, train_dataset=data, processing_class=tokenizer)
 
 
@@ -136,13 +158,13 @@ class Alternating(TrainerCallback):
 
 
 def our_config(
-    directory: Path, kl: float, name: str, placement: str = "sampler, judge, actor: all", **algorithm: Any
+    directory: Path, tokens: int, kl: float, name: str, placement: str = PLACEMENT, **algorithm: Any
 ) -> MathConfig:
     values = {"name": name, "lr": LR, "kl_coef": kl, "max_grad_norm": 1.0, **algorithm}
     content = {
         "placement": placement,
         "model": {"path": str(directory)},
-        "sampling": {"prompts": PROMPTS, "group_size": GROUP, "max_new_tokens": TOKENS},
+        "sampling": {"prompts": PROMPTS, "group_size": GROUP, "max_new_tokens": tokens},
         "reward": {"functions": {"grpo_vs_trl:digits": 1.0}},
         "algorithm": values,
         "cluster": {"cpu_slots": THREADS},
@@ -154,10 +176,11 @@ STAGES = {"sampler.generate": "generation", "actor.refer": "log-probs", "actor.u
 
 
 def time_both(
-    directory: Path, steps: int, kl: float, recomputes: bool, placement: str
+    directory: Path, work: Workload, steps: int, kl: float, recomputes: bool, placement: str
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of a step and of its parts: TRL's, and ours, the weights' way to the sampler included."""
-    trainer = trl_trainer(directory, steps, kl, recomputes=recomputes)
+    trainer = trl_trainer(directory, work, steps, kl, recomputes=recomputes)
+    lengths: list[float] = []
     trl_parts, our_parts = ({"generation": [], "log-probs": [], "update": []} for _ in range(2))
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,22 +198,25 @@ def time_both(
     trainer.compute_loss = timed("update", trainer.compute_loss)
     trainer.accelerator.backward = timed("update", trainer.accelerator.backward)
     with Cluster(cpu_slots=THREADS) as cluster:
-        team = MathTeam(our_config(directory, kl, "grpo", placement), cluster)
+        team = MathTeam(our_config(directory, work.tokens, kl, "grpo", placement), cluster)
 
         def iterate() -> None:
             step = len(alternating.our["step"])
             numbers = range(step * PROMPTS, (step + 1) * PROMPTS)
-            prompts = [Prompt(Problem(str(n), TEXTS[n % len(TEXTS)], "1"), n) for n in numbers]
+            prompts = [Prompt(Problem(str(n), work.texts[n % len(work.texts)], "1"), n) for n in numbers]
             done, _ = team.iterate(step, prompts, steps - step)
-            for stage, part in STAGES.items():
-                if seconds := [sample.seconds for sample in done.samples if sample.stage == stage]:
-                    our_parts[part].append(sum(seconds))
+            lengths.append(done.reports["actor.update"][0]["metrics"]["completions/mean_length"])
 
         alternating = Alternating(iterate, list(team.process_ids().values()))
         trainer.add_callback(alternating)
         trainer.train()
+        for event in team.drain_trace():
+            if event.category == "work" and event.name in STAGES and event.track.endswith("[0]"):
+                our_parts[STAGES[event.name]].append(event.end - event.start)
         team.close()
-    return split(alternating.trl, trl_parts), split(alternating.our, our_parts)
+    their_length = trainer.state.log_history[-1]["completions/mean_length"]
+    theirs = {**split(alternating.trl, trl_parts), "tokens of an answer": their_length}
+    return theirs, {**split(alternating.our, our_parts), "tokens of an answer": statistics.mean(lengths)}
 
 
 def split(whole: dict[str, list[float]], parts: dict[str, list[float]]) -> dict[str, float]:
@@ -208,28 +234,28 @@ def split(whole: dict[str, list[float]], parts: dict[str, list[float]]) -> dict[
 # --- the same loss ------------------------------------------------------------------------------------------
 
 
-def compare_losses(directory: Path, name: str) -> tuple[float, float, float]:
+def compare_losses(directory: Path, work: Workload, name: str) -> tuple[float, float, float]:
     """|difference| of the loss, the largest of a gradient, and the largest gradient, on one batch with ragged lengths.
 
     TRL gets the advantages of ours: it adds 1e-4 to the standard deviation, which is 1e-6 here. The log-probs before
     the update differ from the model's, so that ratios are clipped.
     """
     clip = {"epsilon_high": 0.28} if name == "dapo" else {}
-    trainer = trl_trainer(directory, 1, 0.0, name, **clip)
+    trainer = trl_trainer(directory, work, 1, 0.0, name, **clip)
     draw, network = torch.Generator().manual_seed(1), trainer.model
     groups = []
     for number in range(PROMPTS):
         ids = torch.randint(1, 64, (6 + number,), generator=draw).tolist()
         completions = []
         for _ in range(GROUP):
-            length = int(torch.randint(1, TOKENS + 1, (), generator=draw))
+            length = int(torch.randint(1, work.tokens + 1, (), generator=draw))
             answer = torch.randint(1, 64, (length,), generator=draw).tolist()
             reward = float(torch.rand((), generator=draw))
             noise = (-4.16 + 0.3 * torch.randn(length, generator=draw)).tolist()
             completions.append(Completion(answer, noise, True, "", {"grpo_vs_trl:digits": reward}, reward))
         groups.append(Group(Prompt(Problem(str(number), "", "1"), number), ids, completions))
     actor = LanguageActor.__new__(LanguageActor)
-    actor.config = our_config(directory, 0.0, name, importance_cap=None, token_budget=512)
+    actor.config = our_config(directory, work.tokens, 0.0, name, importance_cap=None, token_budget=512)
     actor.context = type("Context", (), {"rank": 0, "world_size": 1})()
     actor.device, actor.reference_model = torch.device("cpu"), None
     actor.policy = LanguageModel(actor.config.model, trains=True, seed=0)
@@ -263,30 +289,37 @@ def compare_losses(directory: Path, name: str) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--kl", type=float, nargs="+", default=[0.0, 0.04], help="coefficients of the divergence")
-    parser.add_argument("--placement", default="sampler, judge, actor: all", help="of our workers")
+    parser.add_argument("--placement", default=PLACEMENT, help="of our workers")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     warnings.simplefilter("ignore", FutureWarning)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        save_model(directory)
-        for algorithm in ("grpo", "dr_grpo", "dapo"):
-            loss, gradient, largest = compare_losses(directory, algorithm)
-            print(f"{algorithm:8} |loss - TRL's| {loss:.1e}, gradients apart by {gradient:.1e} of up to {largest:.1e}")
-        for kl, recomputes in itertools.product(options.kl, (True, False)):
-            theirs, ours = time_both(directory, options.steps, kl, recomputes, options.placement)
-            how = "recomputing activations" if recomputes else "keeping activations"
-            print(f"\nKL coefficient {kl:g}, TRL {how}; seconds of a step of {PROMPTS * GROUP} samples")
-            print(f"{'':32} {'TRL':>8} {'ours':>7}")
-            for part, seconds in theirs.items():
-                print(f"{part:32} {seconds:8.3f} {ours[part]:7.3f}")
-            for of in ("step", "fastest step", "processor seconds"):
-                rates = [PROMPTS * GROUP / found[of] for found in (theirs, ours)]
-                print(f"samples/s, {of:21} {rates[0]:8.1f} {rates[1]:7.1f}   {rates[1] / rates[0]:.2f} x", flush=True)
+    for name in options.workload:
+        with tempfile.TemporaryDirectory() as directory:
+            measure(Path(directory), name, options)
+
+
+def measure(directory: Path, name: str, options: argparse.Namespace) -> None:
+    work = WORKLOADS[name]
+    print(f"\n{name}: ", end="")
+    save_model(directory, work.ends)
+    for algorithm in ("grpo", "dr_grpo", "dapo"):
+        loss, gradient, largest = compare_losses(directory, work, algorithm)
+        print(f"{algorithm:8} |loss - TRL's| {loss:.1e}, gradients apart by {gradient:.1e} of up to {largest:.1e}")
+    for kl, recomputes in itertools.product(options.kl, (True, False)):
+        theirs, ours = time_both(directory, work, options.steps, kl, recomputes, options.placement)
+        how = "recomputing activations" if recomputes else "keeping activations"
+        print(f"\n{name}, KL coefficient {kl:g}, TRL {how}; seconds of a step of {PROMPTS * GROUP} samples")
+        print(f"{'':32} {'TRL':>8} {'ours':>7}")
+        for part, seconds in theirs.items():
+            print(f"{part:32} {seconds:8.3f} {ours[part]:7.3f}")
+        for of in ("step", "fastest step", "processor seconds"):
+            rates = [PROMPTS * GROUP / found[of] for found in (theirs, ours)]
+            print(f"samples/s, {of:21} {rates[0]:8.1f} {rates[1]:7.1f}   {rates[1] / rates[0]:.2f} x", flush=True)
 
 
 if __name__ == "__main__":
