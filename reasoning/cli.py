@@ -13,7 +13,7 @@ from embodied_rl.faults import Fault, defaulted_keys, print_faults
 from embodied_rl.recipe import recipe_name
 from embodied_rl.run_faults import run_faults
 from embodied_rl.runs import choose_run_dir
-from reasoning.recipe import RECIPES, load_recipe
+from reasoning.recipe import RECIPES, absences, load_recipe
 
 # In a resumed run: how answers are compared, and how much is held in memory at once.
 MAY_CHANGE = ("reward.processes", "reward.timeout_s", "sampling.max_rows", "algorithm.token_budget")
@@ -30,13 +30,14 @@ def train(words: list[str], resume: bool, dry_run: bool, command: str) -> int:
     run_dir, name_faults = choose_run_dir(config, recipe_name(recipe), resumed)  # type: ignore[arg-type]
     faults += name_faults
     faults += run_faults(config, run_dir, resume, defaulted_keys(faults), MAY_CHANGE)
-    if faults:
-        print_faults(faults, "training")
+    needed = [fault for fault in absences(config) if fault.key not in defaulted_keys(faults)]
+    if faults or (needed and not dry_run):
+        print_faults([*faults, *needed], "training")
         return 2
     if dry_run:
         from reasoning.dry_run import dry_run_text
 
-        typer.echo(dry_run_text(config, run_dir))
+        typer.echo(dry_run_text(config, run_dir, needed))
         return 0
     from reasoning.train import train as start
 

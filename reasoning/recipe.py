@@ -26,6 +26,27 @@ def load_recipe(recipe: str, overrides: Sequence[str]) -> tuple[MathConfig, list
     return config, faults + [fault for fault in _inconsistencies(config) if fault.key not in defaulted]
 
 
+def absences(config: MathConfig) -> list[Fault]:
+    """What a run needs and is not on this machine: files of problems, the model, modules of reward functions."""
+    from reasoning.models import absent
+    from reasoning.rewards import BUILT_IN, RewardError, import_function
+
+    found = [
+        Fault(f"data.{key}", name, "does not exist", f"generated sets: {', '.join(TASKS)}", obtainable=True)
+        for key, name in (("train", config.data.train), ("test", config.data.test))
+        if Path(name).suffix in (".jsonl", ".parquet") and not Path(name).is_file()
+    ]
+    if problem := absent(config.model.path):
+        found.append(Fault("model.path", config.model.path, problem, "", obtainable=True))
+    for name in config.reward.functions:
+        if ":" in name and name not in BUILT_IN:
+            try:
+                import_function(name)
+            except RewardError as error:
+                found.append(Fault("reward.functions", name, str(error), "", obtainable=True))
+    return found
+
+
 def _inconsistencies(config: MathConfig) -> Iterator[Fault]:
     yield from _data(config)
     yield from _algorithm(config)

@@ -15,6 +15,8 @@ import asyncio
 import importlib
 import inspect
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,7 +44,7 @@ class Rewarder:
     def __init__(self, config: RewardConfig, max_new_tokens: int) -> None:
         self.config, self.max_new_tokens = config, max_new_tokens
         self.verifier = Verifier(config.processes, config.timeout_s)
-        self._users = {name: _import(name) for name in config.functions if name not in BUILT_IN}
+        self._users = {name: import_function(name) for name in config.functions if name not in BUILT_IN}
 
     def reward(self, group: Group) -> Group:
         """Fill in the rewards of a group's completions, and their accuracy in evaluations, whether it is paid or not.
@@ -116,10 +118,13 @@ def _is_well_formed(text: str) -> bool:
 BUILT_IN: dict[str, Callable[[Verifier, Group], Rewards]] = {"accuracy": _accuracy, "format": _format}
 
 
-def _import(name: str) -> Callable[..., Any]:
+def import_function(name: str) -> Callable[..., Any]:
+    """The function of "package.module:function". Raises RewardError."""
     module, colon, function = name.partition(":")
     if not colon:
         raise RewardError(f"'{name}' is no reward function; expected {', '.join(BUILT_IN)} or package.module:function")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # a module may lie in the working directory
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:

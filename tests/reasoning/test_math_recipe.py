@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,35 @@ def test_a_resumed_run_may_be_longer_and_elsewhere_but_learns_the_same(
 def test_there_must_be_a_run_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.train(["tiny_addition", f"run_root={tmp_path}"], resume=True, dry_run=True, command="") == 2
     assert f"nothing to resume: {tmp_path / 'tiny_addition'} does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.train=nowhere.jsonl", "data.train = nowhere.jsonl: does not exist"),
+        ("model.path=nowhere", "model.path = nowhere: holds no config.json"),
+        ("reward.functions={nowhere:reward: 1.0}", "'nowhere:reward' cannot be imported"),
+    ],
+)
+def test_what_is_not_here_is_told_by_a_dry_run_and_keeps_a_run_from_starting(
+    override: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["qwen2.5_1.5b_gsm8k", f"run_root={tmp_path}", override]
+    assert cli.train(words, resume=False, dry_run=True, command="") == 0
+    assert told in capsys.readouterr().out.partition("still needed")[2]
+    assert cli.train(words, resume=False, dry_run=False, command="") == 2
+    assert told in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_reward_function_may_lie_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "brevities.py").write_text("def brevity(**_): ...")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    words = ["tiny_addition", "reward.functions={brevities:brevity: 1.0}"]
+    assert cli.train(words, resume=False, dry_run=True, command="") == 0
+    assert "still needed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
