@@ -5,22 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from embodied_rl.config import Config, EnvConfig, PolicyConfig
+from envs import libero, maniskill
 from envs.base import EnvError, EnvSettings, EnvSpec
 
+# The keys of a run's `env` that are options of its simulator.
 SIMULATOR_KEYS = {
-    "maniskill": (
-        "control_mode",
-        "reward_mode",
-        "sim_freq",
-        "control_freq",
-        "image_size",
-        "shader",
-        "object_set",
-        "mesh_detail",
-        "sim_backend",
-    ),
-    "libero": ("image_size", "cameras", "init_states", "held_out_init_states"),
-    "gymnasium": (),
+    kind: tuple(key for key in options if key in EnvConfig.model_fields)
+    for kind, options in {
+        "maniskill": maniskill.SIMULATOR_KEYS,
+        "libero": libero.SIMULATOR_KEYS,
+        "gymnasium": (),
+    }.items()
 }
 
 
