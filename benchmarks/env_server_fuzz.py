@@ -471,7 +471,7 @@ def main(
         attacker.end()
     for victim in (open_one, guarded):
         victim.trainer.close()
-        if (code := victim.server.close()) != 0:
+        if (code := victim.server.close(60.0)) != 0:  # sessions that did not hear their end go on for --drain seconds
             problems.append(f"a server's exit code, when it was asked to end, was {code}")
     for problem in problems:
         console.print(f"WRONG: {problem} (what the servers said is in {folder})", highlight=False)
