@@ -27,8 +27,11 @@ class ChunkBuffers:
     episode_seed: np.ndarray  # int64 [N]
     episode_step: np.ndarray  # int64 [N]; steps done in the current episode
     running: np.ndarray  # bool [N]; an episode has begun and not ended
+    began: np.ndarray  # bool [N]; was running when the chunk in flight was begun
     busy: np.ndarray  # bool [N]; being stepped or reset at this moment: who is to blame when the process dies
     skip: np.ndarray  # bool [N]; left alone in this chunk, because its action was meant for a lost episode
+    chunks: np.ndarray  # int64 [N]; chunk steps done so far
+    steps: np.ndarray  # int64 [N]; env steps done in them
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
         self.arrays = arrays
@@ -111,8 +114,11 @@ def _fields(spec: EnvSpec, n: int, c: int) -> list[tuple[str, tuple[int, ...], t
         ("episode_seed", (n,), np.int64),
         ("episode_step", (n,), np.int64),
         ("running", (n,), np.bool_),
+        ("began", (n,), np.bool_),
         ("busy", (n,), np.bool_),
         ("skip", (n,), np.bool_),
+        ("chunks", (n,), np.int64),
+        ("steps", (n,), np.int64),
     ]
 
 

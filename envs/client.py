@@ -2,7 +2,9 @@
 
 A server that is killed, stopped or cut off is waited for, up to a time limit; then an EnvError names it. If it comes
 back without the session, the session is opened anew as after the loss of an env process: episodes that were running are
-lost and counted, and with auto-reset the next ones begin. On one host chunks travel in shared memory.
+lost and counted, and with auto-reset the next ones begin. On one host chunks travel in shared memory, and once the
+first has told where the env processes' doorbells are, without the server, which is asked when one is out of the
+ordinary.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ from zmq.utils.monitor import recv_monitor_message
 from envs import wire
 from envs.base import ChunkResult, EnvError, EnvSettings, Episode, Integers, Observation, VectorEnv
 from envs.buffers import ChunkBuffers
+from envs.doorbell import Doorbells
 from envs.slots import VectorArgs, check_actions, check_rows
 from envs.wire import WireError
 
 logger = logging.getLogger(__name__)
 ASK_AGAIN_S = 1.0  # without an answer, whether the server is there
+RUNG_S = 1.0  # without an answer to a doorbell, whether the server knows of the chunk
 ALIVE_S = 5.0  # between signs of life to the server
 MAX_LOSSES = 3  # of the session, without a finished chunk in between
 
@@ -257,6 +261,8 @@ class RemotePool:
 
     def _disconnect(self) -> None:
         self._ended.set()
+        for env in self.sets.values():
+            env.listen([])
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
@@ -298,8 +304,11 @@ class RemoteVectorEnv(VectorEnv):
         self.is_shared = False
         self._numbers = np.zeros(self.num_envs, np.int64)  # episodes begun
         self._lost = np.zeros(self.num_envs, bool)  # since the last chunk's outcome was given out
-        self._running = np.zeros(self.num_envs, bool)  # when the chunk in flight was begun
         self._step: _Request | None = None
+        self._bells: Doorbells | None = None
+        self._chunks = itertools.count(1)  # numbers for the doorbells
+        self._began = np.zeros(self.num_envs, bool)  # as the buffers have it, unless the server has lost an env since
+        self._rung = 0  # of the chunk in flight, if they were rung for it
         self.take_place(pool.ask("make", **self.description()))
 
     # ------------------------------------------------------------------------------------------ contract
@@ -323,27 +332,23 @@ class RemoteVectorEnv(VectorEnv):
     def chunk_step_async(self, actions: np.ndarray) -> None:
         self._refuse_in_flight("chunk_step_async")
         check_actions(actions, self.buffers.action.shape, self.args.env_ids)
-        self._running[:] = self.buffers.running
-        if self.is_shared:
-            self.buffers.action[:] = actions
-            self._step = self.pool.send("step", set=self.key, shared=True)
-        else:
-            self._step = self.pool.send("step", set=self.key, actions=np.asarray(actions, np.float32))
+        self._began[:] = self.buffers.began[:] = self.buffers.running
+        self.buffers.action[:] = actions
+        if self._bells is None:
+            self._ask_for_chunk()
+            return
+        self._rung = next(self._chunks)
+        self.buffers.skip[:] = False
+        with suppress(OSError):  # a process is gone, which the wait finds out
+            self._bells.ring(self._rung)
 
     def chunk_step_wait(self) -> ChunkResult:
-        if self._step is None:
+        if not self._rung and self._step is None:
             raise RuntimeError("chunk_step_wait without a chunk step in flight")
-        reply = self.pool.wait(self._step)
-        self._step = None
-        self._adopt(reply)
-        value, lost = reply["value"], np.zeros(self.num_envs, bool)
-        lost[value["lost"]] = True
-        episodes = [Episode(**episode) for episode in value["episodes"]]
-        result = self.buffers.result(self.spec.instructions, episodes, lost)
-        shift = 0.0 if self.is_shared else time.monotonic() - reply["now"]  # another machine's clock
-        result.spans = [(number, start + shift, end + shift, cpu) for number, start, end, cpu in value["spans"]]
-        self._lost[:] = False
-        if not lost.any():
+        result = self._finish_rung() or self._finish_asked()
+        self._step, self._rung = None, 0
+        self.buffers.began[:] = self._lost[:] = False
+        if not result.lost.any():
             self.pool.chunk_was_finished()
         return result
 
@@ -359,6 +364,7 @@ class RemoteVectorEnv(VectorEnv):
 
     def close(self) -> None:
         if self.pool.sets.pop(self.key, None) is not None:
+            self.listen([])
             self.pool.ask("drop", set=self.key)
 
     # ------------------------------------------------------------------------------------------ the session's life
@@ -371,12 +377,13 @@ class RemoteVectorEnv(VectorEnv):
     def lose(self) -> int:
         """Take note that the session is gone: nothing of a chunk in flight happened; the number of episodes lost."""
         in_flight = self._step is not None and self._step.reply is None
-        running = (self._running if in_flight else self.buffers.running).copy()
+        running = self.buffers.began | self.buffers.running
+        self.listen([])
         self._numbers = self.buffers.episode_number.copy()
         self._lost |= running
         if in_flight and self._step is not None:
             self._step.reply = {
-                "value": {"episodes": [], "lost": np.flatnonzero(self._lost), "spans": []},
+                "value": {"episodes": [], "lost": np.flatnonzero(self._lost), "spans": [], "doorbells": []},
                 "now": time.monotonic(),
             }
             self._lost[:] = False
@@ -398,6 +405,47 @@ class RemoteVectorEnv(VectorEnv):
             self.buffers = ChunkBuffers.allocate(spec, self.num_envs, self.args.chunk)
             self._adopt(made)
 
+    def listen(self, places: list[list[Any]]) -> None:
+        """Use these doorbells from now on, or none."""
+        if self._bells is not None and self._bells.places != places:
+            self._bells.close()
+            self._bells = None
+        if places and self._bells is None:
+            with suppress(OSError):  # a process that is gone again; the next chunk tells
+                self._bells = Doorbells(places)
+
+    def _ask_for_chunk(self) -> None:
+        fields = {"shared": True, "rung": self._rung} if self.is_shared else {"actions": self.buffers.action}
+        self._step = self.pool.send("step", set=self.key, **fields)
+
+    def _finish_rung(self) -> ChunkResult | None:
+        """The chunk that the doorbells were rung for; None if the server has to be asked for it."""
+        if self._step is not None or self._bells is None:
+            return None
+        if (spans := self._bells.wait(self._rung, RUNG_S)) is None:
+            return None
+        result = self.buffers.result(self.spec.instructions, [])
+        result.spans = spans
+        was_replaced = not np.array_equal(self.buffers.began, self._began)  # a process, for the sake of another set
+        return None if was_replaced else result
+
+    def _finish_asked(self) -> ChunkResult:
+        """The server's answer to the chunk in flight."""
+        if self._step is None:
+            self._ask_for_chunk()
+        assert self._step is not None
+        reply = self.pool.wait(self._step)
+        self._adopt(reply)
+        value, lost = reply["value"], np.zeros(self.num_envs, bool)
+        lost[value["lost"]] = True
+        if self.is_shared:
+            self.listen(value["doorbells"])
+        episodes = [Episode(**episode) for episode in value["episodes"]]
+        result = self.buffers.result(self.spec.instructions, episodes, lost)
+        shift = 0.0 if self.is_shared else time.monotonic() - reply["now"]  # another machine's clock
+        result.spans = [(number, start + shift, end + shift, cpu) for number, start, end, cpu in value["spans"]]
+        return result
+
     def _ask(self, op: str, **fields: Any) -> dict[str, Any]:
         reply = self.pool.ask(op, set=self.key, shared=self.is_shared, **fields)
         self._adopt(reply)
@@ -413,7 +461,7 @@ class RemoteVectorEnv(VectorEnv):
             self.buffers = ChunkBuffers({**own, **arrays})
 
     def _refuse_in_flight(self, call: str) -> None:
-        if self._step is not None:
+        if self._step is not None or self._rung:
             raise RuntimeError(f"{call} while a chunk step is in flight; call chunk_step_wait first")
 
 

@@ -137,7 +137,7 @@ class PooledVectorEnv(VectorEnv):
         self._asked: list[tuple[Any, ...] | None] = [None] * count  # the command in flight in each process
         self.failures = [0] * count  # deaths of each process over this set's commands since it last finished a chunk
         self._stepping = False
-        self._running = np.zeros(self.num_envs, bool)  # when the chunk in flight was begun
+        self._bells: dict[int, list[Any]] = {}  # where each process has its doorbell
         self._lost = np.zeros(self.num_envs, bool)  # since the last chunk's outcome was given out
         self._descriptor = -1
 
@@ -172,14 +172,15 @@ class PooledVectorEnv(VectorEnv):
         self.buffers.action[:] = actions
         self.begin_chunk()
 
-    def begin_chunk(self) -> None:
-        """Begin a chunk step with the actions that are in the buffers."""
+    def begin_chunk(self, rung: int = 0) -> None:
+        """Begin a chunk step with the actions in the buffers, or take over the one that doorbells were rung for."""
         self._refuse_in_flight("begin_chunk")
         self.buffers.skip[:] = self._lost
-        self._running[:] = self.buffers.running
+        if not rung:
+            self.buffers.began[:] = self.buffers.running
         self._stepping = True
         for number in self.used:
-            self._ask(number, "chunk")
+            self._ask(number, "chunk", rung)
 
     def chunk_step_wait(self) -> ChunkResult:
         episodes, lost, spans = self.finish_chunk()
@@ -193,6 +194,7 @@ class PooledVectorEnv(VectorEnv):
             raise RuntimeError("chunk_step_wait without a chunk step in flight")
         answers = self._collect()
         self._stepping = False
+        self.buffers.began[:] = False
         episodes = [episode for _, (found, *_) in sorted(answers.items()) for episode in found]
         spans = [(number, *times) for number, (_, *times) in answers.items()]
         lost = self._lost.copy()
@@ -220,6 +222,11 @@ class PooledVectorEnv(VectorEnv):
         if self.args.auto_reset and (begun := np.flatnonzero(numbers).tolist()):
             self.reset(begun)
         self._lost[:] = lost
+
+    @property
+    def doorbells(self) -> list[list[Any]]:
+        """For `doorbell.Doorbells`: number of each process, and the place of its doorbell."""
+        return [[number, *self._bells[number]] for number in self.used]
 
     @property
     def memory(self) -> tuple[int, str]:
@@ -267,9 +274,10 @@ class PooledVectorEnv(VectorEnv):
             return 0
         share = self.shares[number]
         self.failures[number] += self._asked[number] is not None
-        asked, self._asked[number] = self._asked[number], None
-        running = (self._running if asked and asked[0] == "chunk" else self.buffers.running)[share].copy()
+        self._asked[number] = None
         rows = self.buffers.rows(share.start, share.stop)
+        running = rows.began | rows.running
+        rows.began[:] = False  # first, so that who finds it as it was has read nothing of what follows
         rows.clear()
         rows.running[:] = rows.busy[:] = False
         self._lost[share] |= running
@@ -307,7 +315,7 @@ class PooledVectorEnv(VectorEnv):
             self._allocate(spec)
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         process.send("attach", self.key, path, spec, self.num_envs, self.args.chunk, share.start, share.stop)
-        process.receive(self.key, START_TIMEOUT_S)
+        self._bells[number] = process.receive(self.key, START_TIMEOUT_S)
         begun = np.flatnonzero(self.buffers.episode_number[share]).tolist()
         if begun and self.args.auto_reset:
             process.send("reset", self.key, begun, None, None)

@@ -35,7 +35,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from envs import wire
 from envs.pool import PooledVectorEnv
-from envs.session import Limits, Session, Work
+from envs.session import Limits, Session, Work, executed
 from envs.wire import WireError
 
 logger = logging.getLogger(__name__)
@@ -318,11 +318,13 @@ class EnvServer:
         """Counters since the start and the present state, by name."""
         sessions = list(self.sessions.values())
         pools = [session.pool for session in sessions if session.pool is not None]
+        sets = [env for session in sessions for env in list(session.sets.values())]
+        counts = self.counts + Counter(executed(sets))
         names = ("messages", "malformed", "replayed", "refused", "admitted", "not_admitted", "handshakes_failed")
         return {
-            **{f"{name}_total": self.counts[name] for name in (*names, "sessions", "expired", "chunks", "env_steps")},
+            **{f"{name}_total": counts[name] for name in (*names, "sessions", "expired", "chunks", "env_steps")},
             "sessions": len(sessions),
-            "envs": sum(env.num_envs for session in sessions for env in list(session.sets.values())),
+            "envs": sum(env.num_envs for env in sets),
             "processes": sum(pool.num_processes for pool in pools),
             "replaced_processes": sum(pool.replaced for pool in pools),
             "lost_episodes": sum(pool.lost_episodes for pool in pools),

@@ -8,7 +8,7 @@ import platform
 import time
 import traceback
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -116,7 +116,7 @@ class Work:
         if which in self.session.stepping:
             raise ValueError(f"a chunk step of set {which} is in flight")
         if which in self.session.shared:
-            env.begin_chunk()
+            env.begin_chunk(int(request["rung"]))
         else:
             env.chunk_step_async(np.asarray(request["actions"], np.float32))
         self.session.stepping[which] = number, time.monotonic()
@@ -124,10 +124,8 @@ class Work:
 
     def finish(self, env: PooledVectorEnv) -> dict[str, Any]:
         episodes, lost, spans = env.finish_chunk()
-        self.counts["chunks"] += 1
-        self.counts["env_steps"] += int(np.count_nonzero(env.buffers.valid))
         value = {"episodes": [vars(episode) for episode in episodes], "lost": lost.nonzero()[0].tolist()}
-        return {"value": {**value, "spans": spans}}
+        return {"value": {**value, "spans": spans, "doorbells": env.doorbells}}
 
     def reset(self, request: dict[str, Any]) -> dict[str, Any]:
         self._set(request).reset(request["rows"], request["seeds"], request["init_state_ids"])
@@ -142,8 +140,8 @@ class Work:
 
     def drop(self, request: dict[str, Any]) -> dict[str, Any]:
         self._set(request).close()
-        del self.session.sets[request["set"]]
         self.session.shared.discard(request["set"])
+        self._forget(request["set"])
         return {"value": None}
 
     def render(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -153,10 +151,15 @@ class Work:
     def close(self) -> dict[str, Any]:
         if self.session.pool is not None:
             self.session.pool.close()
+        for which in list(self.session.sets):
+            self._forget(which)
         return {}
 
     OPS = {"open": open, "make": make, "reset": reset, "state": state, "restore": restore, "drop": drop}
     OPS |= {"render": render}
+
+    def _forget(self, which: int) -> None:
+        self.counts.update(executed([self.session.sets.pop(which)]))
 
     def _pool(self) -> EnvPool:
         if self.session.pool is None:
@@ -186,6 +189,12 @@ class Work:
         if (size := settings.simulator.get("image_size")) and not 1 <= size <= MAX_IMAGE:
             raise EnvError(f"images of {size} pixels; the server draws up to {MAX_IMAGE}")
         return settings
+
+
+def executed(sets: Iterable[PooledVectorEnv]) -> dict[str, int]:
+    """Chunk steps and env steps that sets have run so far, whoever began them."""
+    done = [env.buffers for env in sets]
+    return {"chunks": sum(int(o.chunks.max()) for o in done), "env_steps": sum(int(o.steps.sum()) for o in done)}
 
 
 def versions() -> dict[str, str]:

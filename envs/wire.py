@@ -17,7 +17,7 @@ import zmq.utils.z85
 
 from envs.base import ActionSpec, EnvSettings, EnvSpec, Task
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME = 2**30  # bytes of one frame that a client takes: the pictures of a chunk step
 MAX_REQUEST = 2**24  # bytes of one frame that a server takes: actions, or states to restore
 MAX_FRAMES = 64

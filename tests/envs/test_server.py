@@ -326,10 +326,14 @@ def test_health_and_metrics_tell_how_the_server_does(start: Start) -> None:
     pool = connect(server)
     env = pool.vector_env(TOY, range(3), chunk=2)
     env.reset()
-    steps = int(env.chunk_step(actions(env, 2)).valid.sum())
+    steps = sum(int(env.chunk_step(actions(env, 2)).valid.sum()) for _ in range(3))
     values = dict(line.split() for line in get("/metrics").splitlines())
     assert values["env_server_envs"] == "3" and values["env_server_sessions"] == "1"
-    assert values["env_server_env_steps_total"] == str(steps) and values["env_server_chunks_total"] == "1"
+    assert values["env_server_env_steps_total"] == str(steps) and values["env_server_chunks_total"] == "3"
+    env.close()
+    assert f"env_server_env_steps_total {steps}\nenv_server_sessions 1\nenv_server_envs 0\n" in get("/metrics")
+    env = pool.vector_env(TOY, range(3), chunk=2)
+    env.reset()
     server.counts["env_steps"] = 123_456_789
     assert "env_server_env_steps_total 123456789\n" in get("/metrics")
     assert get("/healthz") == "ok\n"

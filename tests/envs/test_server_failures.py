@@ -27,6 +27,12 @@ def address(tmp_path: Path) -> str:
 
 
 @pytest.fixture
+def by_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything goes through the server, as from another machine."""
+    monkeypatch.setattr(client, "map_shared", lambda *_: None)
+
+
+@pytest.fixture
 def serve(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     monkeypatch.chdir(Path(__file__).parent)
     started: list[ServerProcess] = []
@@ -46,6 +52,7 @@ def actions(env: VectorEnv) -> np.ndarray:
     return np.full((env.num_envs, env.args.chunk, 2), 0.01, np.float32)  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("by_the_wire")
 def test_a_server_that_is_killed_and_restarted_costs_the_running_episodes_and_no_more(
     serve: Serve, address: str, make_pool: Callable[..., EnvPool]
 ) -> None:
@@ -76,6 +83,7 @@ def test_a_server_that_is_killed_and_restarted_costs_the_running_episodes_and_no
     pool.close()
 
 
+@pytest.mark.usefixtures("by_the_wire")
 def test_a_server_that_stops_for_a_while_costs_nothing_and_for_too_long_ends_the_run(
     serve: Serve, address: str
 ) -> None:
@@ -97,6 +105,44 @@ def test_a_server_that_stops_for_a_while_costs_nothing_and_for_too_long_ends_the
     pool.close()
 
 
+def test_on_one_host_chunks_go_on_while_the_server_is_stopped_until_it_is_needed(serve: Serve, address: str) -> None:
+    server = serve()
+    pool = RemotePool(address, "toy:Toy", "Toy", timeout_s=4)
+    env = pool.vector_env(TOY, [0])
+    env.reset()
+    env.chunk_step(actions(env))
+    os.kill(server.popen.pid, signal.SIGSTOP)
+    for _ in range(3):
+        assert env.chunk_step(actions(env)).valid.all()
+    with pytest.raises(EnvError, match=rf"{address} was silent for \d+ s \(reset\)"):
+        env.reset()
+    os.kill(server.popen.pid, signal.SIGCONT)
+    pool.close()
+
+
+def test_on_one_host_a_server_that_is_killed_and_restarted_costs_the_running_episodes(
+    serve: Serve, address: str
+) -> None:
+    server = serve()
+    pool = RemotePool(address, "toy:Toy", "Toy", timeout_s=60)
+    sets = [pool.vector_env(TOY, [2 * s, 2 * s + 1], seed=1) for s in range(2)]
+    for env in sets:
+        env.reset()
+        env.chunk_step(actions(env))
+    server.popen.kill()
+    server.popen.wait()
+    serve()
+    for env in sets:
+        env.chunk_step_async(actions(env))
+    assert all(env.chunk_step_wait().lost.all() for env in sets)
+    assert (pool.replaced, pool.lost_episodes) == (1, 4)
+    for _ in range(2):
+        assert all(env.chunk_step(actions(env)).valid.all() for env in sets)
+    assert [slot["number"] for env in sets for slot in env.state()] == [2, 2, 2, 2]
+    pool.close()
+
+
+@pytest.mark.usefixtures("by_the_wire")
 def test_a_server_does_not_take_its_own_stop_for_its_trainers_silence(
     serve: Serve, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ NAMES = st.sampled_from(
     ["open", "make", "reset", "step", "state", "restore", "drop", "render", "ping", "close", "alive"]
 )
 FIELDS = ["set", "settings", "env_ids", "chunk", "rows", "seeds", "init_state_ids", "actions", "state", "shared"]
-FIELDS += ["awaiting", "kind", "id", "processes", "numbers", "lost", "episodes"]
+FIELDS += ["rung", "awaiting", "kind", "id", "processes", "numbers", "lost", "episodes"]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,187 @@
+"""Chunks that begin by doorbells do what the pool does, and what goes wrong the server finds out."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from served import Start, actions, assert_equal, connect, wait_until
+
+from envs import client, session
+from envs.base import EnvSettings
+from envs.client import RemotePool, RemoteVectorEnv
+from envs.doorbell import Doorbell, Doorbells
+from envs.pool import EnvPool
+from envs.server import EnvServer
+
+
+@pytest.fixture
+def served(start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EnvServer, RemotePool]]:
+    """A server whose envs do as files say, and a session of it."""
+    monkeypatch.setitem(session.CLIENT_OPTIONS, "toy:Toy", ("faults",))
+    server = start(step_timeout_s=20)
+    pool = connect(server)
+    yield server, pool
+    pool.close()
+
+
+def test_after_the_first_chunk_the_server_is_asked_only_where_an_episode_ended(
+    served: tuple[EnvServer, RemotePool], shared_pool: EnvPool, faulty: EnvSettings
+) -> None:
+    server, pool = served
+    options = {"chunk": 2, "seed": 5, "record_actions": True}
+    own, twin = (where.vector_env(faulty, range(4), **options) for where in (pool, shared_pool))
+    for env in (own, twin):
+        env.reset()
+    asked, ended = [], []
+    for t in range(25):
+        before = server.counts["messages"]
+        result = own.chunk_step(actions(own, 2, t))
+        asked.append(server.counts["messages"] - before)
+        ended.append(len(result.episodes) > 0)
+        assert_equal(result, twin.chunk_step(actions(own, 2, t)))
+        assert [number for number, *_ in result.spans] == [0, 1]
+        assert all(start <= end and cpu >= 0 for _, start, end, cpu in result.spans)
+    assert any(ended) and not all(ended[1:])
+    assert asked == [1, *(int(one) for one in ended[1:])]
+    twin.close()
+
+
+def test_a_slow_chunk_is_run_once_and_its_outcome_had_from_the_server(
+    served: tuple[EnvServer, RemotePool], shared_pool: EnvPool, faulty: EnvSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, pool = served
+    monkeypatch.setattr(client, "RUNG_S", 0.0)
+    sets = [where.vector_env(faulty, range(4), chunk=5, seed=2) for where in (pool, pool, shared_pool, shared_pool)]
+    for env in sets:
+        env.reset()
+    for t in range(10):
+        for env in sets:
+            env.chunk_step_async(actions(env, 5, t))
+        first, second, *right = [env.chunk_step_wait() for env in sets]
+        assert_equal(first, right[0])
+        assert_equal(second, right[1])
+    for env in sets[2:]:
+        env.close()
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_process_that_fails_in_a_chunk_is_replaced_and_rung_again(
+    served: tuple[EnvServer, RemotePool], faulty: EnvSettings, tmp_path: Path, how: str
+) -> None:
+    server, pool = served
+    one, other = (pool.vector_env(faulty, range(2), seed=3) for _ in range(2))
+    for env in (one, other):
+        env.reset()
+        env.chunk_step(actions(env, 1))
+    (tmp_path / "step").write_text(f"once {how}")
+    for env in (one, other):
+        env.chunk_step_async(actions(env, 1))
+    results = [env.chunk_step_wait() for env in (one, other)]
+    lost = np.stack([result.lost for result in results])
+    assert pool.replaced == 1 and pool.lost_episodes == 2
+    assert lost.sum() == 2 and not np.stack([result.valid[:, 0] for result in results])[lost].any()
+    failed = int(np.flatnonzero(lost.any(axis=0))[0])
+    assert lost[:, failed].all()  # both sets had an episode in the process
+    for env in (one, other):
+        assert env.chunk_step(actions(env, 1)).valid.all()
+        before = server.counts["messages"]
+        assert not env.chunk_step(actions(env, 1)).lost.any()
+        assert server.counts["messages"] == before
+
+
+def test_a_process_that_stops_is_replaced_when_its_time_is_over(
+    start: Start, faulty: EnvSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(session.CLIENT_OPTIONS, "toy:Toy", ("faults",))
+    pool = connect(start(step_timeout_s=1.5))
+    env = pool.vector_env(faulty, range(2), seed=3)
+    env.reset()
+    env.chunk_step(actions(env, 1))
+    (tmp_path / "step").write_text("once stop")
+    began = time.monotonic()
+    assert env.chunk_step(actions(env, 1)).lost.sum() == 1
+    assert time.monotonic() - began < 15 and pool.replaced == 1
+    assert env.chunk_step(actions(env, 1)).valid.all()
+    pool.close()
+
+
+def test_a_session_lost_between_chunks_of_two_sets_costs_each_its_running_episodes(
+    served: tuple[EnvServer, RemotePool], faulty: EnvSettings
+) -> None:
+    server, pool = served
+    one, other = (pool.vector_env(faulty, range(2), chunk=4, seed=3) for _ in range(2))
+    for env in (one, other):
+        env.reset()
+        env.chunk_step(actions(env, 4))
+        env.chunk_step_async(actions(env, 4))
+    key, gone = server.sessions.popitem()
+    assert gone.pool is not None
+    for process in gone.pool.processes:
+        process.kill()
+    results = [env.chunk_step_wait() for env in (one, other)]
+    told = sum(int(result.lost.sum()) for result in results)
+    if told < 4:  # a chunk was done before its process died: the next one tells
+        told += sum(int(env.chunk_step(actions(env, 4)).lost.sum()) for env in (one, other))
+    assert told == pool.lost_episodes == 4 and key not in server.sessions
+    assert all(env.chunk_step(actions(env, 4)).valid[:, 0].all() for env in (one, other))
+
+
+def test_a_place_that_is_no_pipe_is_not_opened(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    with victim.open() as file, pytest.raises(OSError, match="is not the pipe"):
+        Doorbells([[0, os.getpid(), file.fileno(), str(victim), file.fileno(), str(victim)]])
+    bell = Doorbell()
+    pid, rung, name, answer, other = bell.place
+    for place in (
+        [pid, rung, other, answer, other],
+        [pid, rung, name, answer, "pipe:[1]"],
+        [2**22 + 1, *bell.place[1:]],
+    ):
+        with pytest.raises(OSError):
+            Doorbells([[0, *place]])
+    bell.close()
+    assert victim.read_text() == "as it was"
+
+
+def test_answers_to_chunks_that_the_server_was_asked_for_are_passed_over() -> None:
+    bell = Doorbell()
+    bells = Doorbells([[3, *bell.place]])
+    bells.ring(7)
+    assert bells.wait(7, 0.0) is None and bell.number() == 7
+    bell.answer(7, True, 1.0, 2.0, 0.5)  # too late
+    bells.ring(8)
+    bell.answer(8, True, 3.0, 4.0, 0.25)
+    assert bells.wait(8, 5.0) == [(3, 3.0, 4.0, 0.25)]
+    bell.answer(9, False, 0.0, 0.0, 0.0)
+    assert bells.wait(9, 5.0) is None
+    with pytest.raises(BlockingIOError):
+        bell.number() and bell.number()
+    bell.close()
+    assert bells.wait(10, 5.0) is None
+    with pytest.raises(OSError):
+        bells.ring(11)
+    bells.close()
+
+
+def test_sets_that_come_and_go_leave_no_descriptors(served: tuple[EnvServer, RemotePool], faulty: EnvSettings) -> None:
+    server, pool = served
+    (pids,) = [one.pool.pids for one in server.sessions.values() if one.pool]
+    count = lambda: [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), *pids)]  # noqa: E731
+
+    def come_and_go() -> None:
+        env = pool.vector_env(faulty, range(2))
+        env.reset()
+        for _ in range(2):
+            env.chunk_step(actions(env, 1))
+        assert isinstance(env, RemoteVectorEnv) and env._bells is not None
+        env.close()
+
+    come_and_go()
+    before = count()
+    for _ in range(5):
+        come_and_go()
+    wait_until(lambda: count() == before)
