@@ -14,6 +14,7 @@ its wrist, and of LIBERO. Needs an otherwise idle machine.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import statistics
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -45,7 +46,12 @@ from envs.pool import EnvPool  # noqa: E402
 
 EMPTY = "env_server:Empty"
 ENVS = ["empty", "PushCube-v1", "StackCube-v1+pictures", "libero_object/0", "libero_object/0+pictures"]
-NAMES = ("pool in process", "ipc, shared memory", "tcp, all on the wire", "websocket and JSON")
+WAYS = {
+    "pool": "pool in process",
+    "ipc": "ipc, shared memory",
+    "tcp": "tcp, all on the wire",
+    "json": "websocket and JSON",
+}
 
 
 class Empty(Env):
@@ -152,29 +158,36 @@ def of_json(value: dict[str, Any]) -> np.ndarray:
 
 
 class Contest:
-    """The pool and the servers of one env, and measurements of them."""
+    """The pool and the servers of one env, those of `ways`, and measurements of them."""
 
-    def __init__(self, word: str, mesh_detail: float, processes: int) -> None:
+    def __init__(self, word: str, mesh_detail: float, processes: int, ways: list[str]) -> None:
         self.settings = settings = settings_of(word, mesh_detail)
-        self._servers = [
-            ServerProcess([settings.kind, settings.id, "--bind", bind, "--processes", str(processes)])
-            for bind in (f"ipc://{tempfile.mkdtemp()}/server", "tcp://127.0.0.1:*")
-        ]
-        remote = [RemotePool(server.address, settings.kind, settings.id, timeout_s=600) for server in self._servers]
-        self._pools = [EnvPool(processes), *remote]
-        self._json = JsonServer(word, mesh_detail, processes)
+        binds = {"ipc": f"ipc://{tempfile.mkdtemp()}/server", "tcp": "tcp://127.0.0.1:*"}
+        self._servers = {
+            way: ServerProcess([settings.kind, settings.id, "--bind", binds[way], "--processes", str(processes)])
+            for way in ways
+            if way in binds
+        }
+        self._pools: dict[str, Any] = {}
+        for way in ways:
+            if way in self._servers:
+                address = self._servers[way].address
+                self._pools[way] = RemotePool(address, settings.kind, settings.id, timeout_s=600)
+            else:
+                self._pools[way] = EnvPool(processes) if way == "pool" else JsonServer(word, mesh_detail, processes)
 
     @contextmanager
     def vectors(self, batch: int, chunk: int) -> Iterator[list[Any]]:
         """Of each contestant one, begun."""
-        local, ipc, tcp = self._pools
-        vectors: list[Any] = [pool.vector_env(self.settings, range(batch), chunk) for pool in (local, ipc)]
-        with patch("envs.client.map_shared", lambda *_: None):
-            vectors.append(tcp.vector_env(self.settings, range(batch), chunk))
-        assert vectors[1].is_shared and not vectors[2].is_shared
-        for vector in vectors:
-            vector.reset()
-        vectors.append(JsonEnv(self._json, batch, chunk))
+        vectors = []
+        for way, pool in self._pools.items():
+            if way == "json":
+                vectors.append(JsonEnv(pool, batch, chunk))
+                continue
+            with patch("envs.client.map_shared", lambda *_: None) if way == "tcp" else nullcontext():
+                vectors.append(pool.vector_env(self.settings, range(batch), chunk))
+            assert getattr(vectors[-1], "is_shared", way == "pool") == (way != "tcp")
+            vectors[-1].reset()
         yield vectors
         for vector in vectors:
             vector.close()
@@ -182,7 +195,7 @@ class Contest:
     def row(self, batch: int, chunk: int, rounds: int, seconds: float) -> list[str]:
         """Milliseconds of a chunk step and the ratio to the pool, of each contestant."""
         with self.vectors(batch, chunk) as vectors:
-            actions = np.zeros((batch, chunk, vectors[0].spec.action.size), np.float32)
+            actions = np.zeros(vectors[0].buffers.action.shape, np.float32)
             for vector in vectors:
                 measure(vector, actions, seconds)
             found = [[measure(vector, actions, seconds) for vector in vectors] for _ in range(rounds)]
@@ -191,10 +204,9 @@ class Contest:
         return [f"{ms:.2f}  ({ratio:.2f})" for ms, ratio in zip(medians, ratios, strict=True)]
 
     def close(self) -> None:
-        self._json.close()
-        for pool in self._pools:
+        for pool in self._pools.values():
             pool.close()
-        for server in self._servers:
+        for server in self._servers.values():
             server.close()
 
 
@@ -224,6 +236,7 @@ def main(
     batches: Annotated[str, typer.Option(help="numbers of envs; default: 1,8,64, of LIBERO 1,8")] = "",
     chunks: Annotated[str, typer.Option(help="actions in a chunk")] = "1,8",
     processes: Annotated[int, typer.Option(help="env processes of each contestant")] = 2,
+    ways: Annotated[str, typer.Option(help="contestants, the pool first; fewer take less memory")] = ",".join(WAYS),
     rounds: Annotated[int, typer.Option(help="measurements of each contestant")] = 5,
     seconds: Annotated[float, typer.Option(help="of one measurement, at least one chunk")] = 0.3,
     mesh_detail: Annotated[float, typer.Option(help="of ManiSkill's pictures, in metres (env.mesh_detail)")] = 0.01,
@@ -236,21 +249,21 @@ def main(
     start, console = time.monotonic(), Console(width=140)
     rows = [(word, batch, chunk) for word in env for batch in batches_of(word, batches) for chunk in numbers(chunks)]
     table = Table(title="milliseconds of a chunk step (and throughput, the pool's being 1)")
-    for column in ("env", "envs", "chunk", *NAMES):
+    contestants = ways.split(",")
+    if contestants[0] != "pool" or not set(contestants) <= WAYS.keys():
+        raise typer.BadParameter(f"--ways {ways}: expected pool, and any of {', '.join(WAYS)} after it")
+    for column in ("env", "envs", "chunk", *(WAYS[way] for way in contestants)):
         table.add_column(column, justify="left" if column == "env" else "right")
-    contest, current = None, ""
-    for number, (word, batch, chunk) in enumerate(rows, 1):
-        if contest is None or word != current:
-            if contest is not None:
-                contest.close()
-                table.add_section()
-            contest, current = Contest(word, mesh_detail, processes), word
-        cells = contest.row(batch, chunk, rounds, seconds)
-        table.add_row(word, str(batch), str(chunk), *cells)
-        done = f"{number}/{len(rows)} rows, {time.monotonic() - start:.0f} s"
-        console.print(f"{done}: {word}, {batch} envs, chunk {chunk}: " + ", ".join(cells), highlight=False)
-    if contest is not None:
-        contest.close()
+    done = 0
+    for word, rows_of_one in itertools.groupby(rows, key=lambda row: row[0]):
+        with closing(Contest(word, mesh_detail, processes, contestants)) as contest:
+            for _, batch, chunk in rows_of_one:
+                cells = contest.row(batch, chunk, rounds, seconds)
+                table.add_row(word, str(batch), str(chunk), *cells)
+                done += 1
+                progress = f"{done}/{len(rows)} rows, {time.monotonic() - start:.0f} s"
+                console.print(f"{progress}: {word}, {batch} envs, chunk {chunk}: " + ", ".join(cells), highlight=False)
+        table.add_section()
     console.print(table)
     console.print(f"medians of {rounds} rounds of {seconds:g} s; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     return None
