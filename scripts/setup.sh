@@ -15,6 +15,8 @@ LOG="$VENV/setup.log"
 # The pair that the project is tested with. Where pip cannot get it, pyproject.toml's range decides.
 TORCH_PIN="torch==2.14.1"
 TORCHVISION_PIN="torchvision==0.29.1"
+# What .venv takes with every extra, most of it torch and its GPU libraries.
+WHOLE_GB=10
 # SAPIEN needs descriptorBindingPartiallyBound, which the software driver of older Mesa releases lacks.
 MESA_MINIMUM="23.3"
 
@@ -176,6 +178,15 @@ make_venv() {
     "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || fail "$PYTHON does not work"
 }
 
+# An upgrade needs less than the whole, so this does not stop anything.
+note_of_space() {
+    local free
+    free="$(df -Pk "$VENV" | awk 'NR == 2 { print int($4 / 1000000) }')"
+    if [ "$free" -lt "$WHOLE_GB" ]; then
+        say "note: $free GB are free here, and a .venv with everything takes about $WHOLE_GB"
+    fi
+}
+
 # The scripts in a venv hold its absolute path, so a copied project folder would run the original's packages.
 venv_was_moved() {
     local recorded
@@ -187,6 +198,7 @@ venv_was_moved() {
 install_packages() {
     local extras="$1" target="."
     : >"$LOG"
+    note_of_space
     if [ -n "$extras" ]; then target=".[$extras]"; fi
     say "installing $TORCH_PIN and $TORCHVISION_PIN (the largest download)"
     if ! "$PYTHON" -m pip install "$TORCH_PIN" "$TORCHVISION_PIN" >>"$LOG" 2>&1 9>&-; then

@@ -61,6 +61,7 @@ class Project:
         for name in ("apt-get", "apt-cache"):  # the tests must never reach the real ones
             self.command(name, 'echo "$(basename "$0") $*" >>"$CALLS"; exit 1')
         self.command("id", "echo 1000")
+        self.command("df", 'printf "Filesystem 1024-blocks Used Available\\ndisk 90000000 1 ${FREE:-80000000} 1%% /\\n"')
         self.command("chromium", "")
         self.env = {
             **os.environ,
@@ -150,6 +151,12 @@ def test_failed_installation_shows_the_error_and_is_done_again_by_the_next_run(p
     assert project.calls("-m venv") == [], "the venv of the first try is used"
     assert project.calls("pip install -e .")
     assert project.stamp.exists()
+
+
+def test_a_disk_that_is_nearly_full_is_spoken_of_beforehand(project: Project) -> None:
+    said = project.run("setup.sh", FREE="5900000").stdout
+    assert "note: 5 GB are free here, and a .venv with everything takes about 10" in said
+    assert said.index("5 GB are free") < said.index("setup: installing")
 
 
 def test_without_the_pinned_torch_the_range_of_pyproject_decides(project: Project) -> None:
