@@ -248,7 +248,7 @@ def plan(
     with _interruptible():
         from embodied_rl.consistency import consistency_faults
         from embodied_rl.faults import Fault, defaulted_keys
-        from embodied_rl.planning import find_profile, how_to_measure, print_plan
+        from embodied_rl.planning import find_profile, how_to_measure, parse_cluster, print_plan
         from embodied_rl.recipe import DEFAULT_RECIPE, load_recipe
         from scheduler.device_space import PlanError
         from scheduler.profile import ProfileError
@@ -259,15 +259,17 @@ def plan(
         if faults := [*faults, *consistency_faults(config, defaulted_keys(faults))]:
             _refuse(faults, "planning")
         try:
+            devices = parse_cluster(cluster) if cluster else None
+        except ValueError as error:
+            _refuse([Fault("--cluster", cluster, str(error))], "planning")
+        try:
             known = find_profile(config, profile)
         except ProfileError as error:
             _refuse([Fault("profile", None, str(error), how_to_measure(recipe))], "planning")
         try:
-            print_plan(config, known, cluster, compare, svg)
+            print_plan(config, known, devices, compare, svg)
         except PlanError as error:
             _refuse([Fault("plan", None, str(error))], "planning")
-        except ValueError as error:
-            _refuse([Fault("--cluster", cluster, str(error))], "planning")
 
 
 @app.command()

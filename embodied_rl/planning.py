@@ -89,10 +89,12 @@ def _plan(config: Config, profile: Profile, flow: Flow, sets: tuple[DeviceSet, .
     return Plan.from_placement(flow, placed, profile, config.env.num_envs, sets)
 
 
-def print_plan(config: Config, profile: Profile, cluster: str | None, side_by_side: bool, svg: Path | None) -> Plan:
-    """Print the plan of a recipe; returns it. Raises PlanError, or ValueError for a cluster that is none."""
+def print_plan(
+    config: Config, profile: Profile, cluster: tuple[DeviceSet, ...] | None, side_by_side: bool, svg: Path | None
+) -> Plan:
+    """Print the plan of a recipe, for a cluster or for this machine; returns it. Raises PlanError."""
     count, kind = local_device_count(config.cluster.cpu_slots)
-    sets = parse_cluster(cluster) if cluster else (DeviceSet(kind, count),)
+    sets = cluster or (DeviceSet(kind, count),)
     flow, items = planned_flow(config), config.env.num_envs
     plan = make_plan(flow, profile, sets, items) if cluster else _plan(config, profile, flow, sets)
     console = Console(soft_wrap=True, highlight=False, markup=False)

@@ -89,7 +89,10 @@ def _elsewhere_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str
     try:
         if env.server_token_file is not None:
             read_token(env.server_token_file)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+        yield ("env.server_token_file",), Fault("env.server_token_file", env.server_token_file, problem)
+    except ValueError as error:
         yield ("env.server_token_file",), Fault("env.server_token_file", env.server_token_file, str(error))
 
 

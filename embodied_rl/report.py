@@ -62,7 +62,7 @@ def write_curve(run_dirs: Sequence[Path], path: Path, title: str | None = None) 
     runs = [load_run(run_dir) for run_dir in run_dirs]
     run, title = runs[0], title or runs[0].name
     if empty := [str(one.path) for one in runs if not sections.success_series(one)]:
-        raise ValueError(f"{empty[0]} has no success rates to draw yet")
+        raise ValueError(f"{empty[0]} has no success rates to draw")
     series = sections.success_series(run) if len(runs) == 1 else sections.success_of_all(runs)
     svg = line_chart(
         series,

@@ -7,6 +7,7 @@ That is the one in `config.py` unless another is given. For messages and for `em
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -117,12 +118,20 @@ def nearest_value(key: Key, value: Any) -> str:
         if kind in ("integer", "number") and isinstance(value, int | float) and not isinstance(value, bool):
             return _nearest_number(spec, value)
         if kind == "array" and not isinstance(value, list | dict | type(None)):
-            return f"[{value}]"
+            return _list_of_one(spec.get("items", {}), value)
         if kind == "string" and "pattern" not in spec and isinstance(value, bool | int | float):
             return f"""'"{value}"' (quoted twice, once for the shell)"""
         if kind == "boolean" and value in (0, 1):
             return "true" if value else "false"
     return ""
+
+
+def _list_of_one(item: dict[str, Any], value: Any) -> str:
+    """A list of the value, or of what is near it and may stand in the list; "" if nothing may."""
+    if "enum" in item and value not in item["enum"]:
+        close = difflib.get_close_matches(str(value).lower(), item["enum"], n=1, cutoff=0.5)
+        return f"[{close[0]}]" if close else ""
+    return f"[{value}]" if re.search(item.get("pattern", ""), str(value)) else ""
 
 
 def _nearest_number(spec: dict[str, Any], value: float) -> str:

@@ -296,7 +296,8 @@ class Profile:
                 except TypeError as error:
                     raise ProfileError(f"{path}: a measurement of {recipe} cannot be read: {error}") from None
                 return profile.add(*samples)
-        known = "; ".join(f"{e['recipe']} on {e['machine']}" for e in entries) or "nothing"
+        elsewhere = [entry["machine"] for entry in entries if entry["recipe"] == recipe]
+        known = f"one of it on {', '.join(elsewhere)}" if elsewhere else f"{len(entries)} of others"
         raise ProfileError(f"{path} has no profile of {recipe} on {machine}; it has {known}")
 
 

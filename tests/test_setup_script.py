@@ -61,7 +61,9 @@ class Project:
         for name in ("apt-get", "apt-cache"):  # the tests must never reach the real ones
             self.command(name, 'echo "$(basename "$0") $*" >>"$CALLS"; exit 1')
         self.command("id", "echo 1000")
-        self.command("df", 'printf "Filesystem 1024-blocks Used Available\\ndisk 90000000 1 ${FREE:-80000000} 1%% /\\n"')
+        self.command(
+            "df", 'printf "Filesystem 1024-blocks Used Available\\ndisk 90000000 1 ${FREE:-80000000} 1%% /\\n"'
+        )
         self.command("chromium", "")
         self.env = {
             **os.environ,

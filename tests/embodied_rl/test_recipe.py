@@ -98,6 +98,7 @@ def test_an_unknown_key_in_a_recipe_is_found_too(recipe_file: Callable[[str], st
         ("seed=true", "true or false; expected an integer >= 0 and < 2147483648", ""),
         ("env.ignore_terminations=1", "an integer; expected true or false", "nearest valid: true"),
         ("policy.hidden=128", "an integer; expected a list, each an integer >= 1 and <= 65536", "nearest valid: [128]"),
+        ("env.observation=imagee", "a text; expected a list, each one of state, image", "nearest valid: [image]"),
         ("env.horizon=long", "a text; expected an integer >= 1 or null", ""),
     ],
 )
