@@ -248,6 +248,7 @@ def plan(
     with _interruptible():
         from embodied_rl.consistency import consistency_faults
         from embodied_rl.faults import Fault, defaulted_keys
+        from embodied_rl.kinds import kind_of
         from embodied_rl.planning import find_profile, how_to_measure, parse_cluster, print_plan
         from embodied_rl.recipe import DEFAULT_RECIPE, load_recipe
         from scheduler.device_space import PlanError
@@ -255,6 +256,9 @@ def plan(
 
         words = list(words or [])
         recipe = words.pop(0) if words and _is_recipe(words[0]) else DEFAULT_RECIPE
+        if kind_of(recipe):
+            hint = f"for its own plan: embodied-rl train {recipe} --dry-run"
+            _refuse([Fault("recipe", recipe, "`plan` takes the recipes of envs", hint)], "planning")
         config, faults = load_recipe(recipe, words)
         if faults := [*faults, *consistency_faults(config, defaulted_keys(faults))]:
             _refuse(faults, "planning")

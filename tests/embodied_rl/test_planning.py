@@ -78,10 +78,14 @@ def test_what_is_missing_is_said(cache: Path, words: list[str], expected: str) -
     assert code == 2 and expected in shown
 
 
-def test_a_cluster_that_is_none_is_refused(cache: Path) -> None:
-    save_profile(measured(), cache)
+def test_a_cluster_that_is_none_is_refused_whatever_else_is_missing(cache: Path) -> None:
     code, shown = plan("cartpole_ppo", "--cluster", "eight GPUs")
     assert code == 2 and "expected for example 16x8xH100" in shown
+
+
+def test_a_recipe_of_another_kind_is_sent_to_its_own_plan(cache: Path) -> None:
+    code, shown = plan("tiny_addition")
+    assert code == 2 and "embodied-rl train tiny_addition --dry-run" in shown
 
 
 def test_clusters_are_read() -> None:
