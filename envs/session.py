@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 CLIENT_OPTIONS = {"maniskill": maniskill.SIMULATOR_KEYS, "libero": libero.SIMULATOR_KEYS}
 MAX_IMAGE = 1024  # pixels
 MAX_CHUNK = 1000
+MAX_FRAMES = 20_000  # of the films in one request
 
 
 def _limit(default: Any, about: str) -> Any:
@@ -146,6 +147,9 @@ class Work:
 
     def render(self, request: dict[str, Any]) -> dict[str, Any]:
         episodes = [Episode(**episode) for episode in request["episodes"]]
+        frames = sum(1 + (0 if episode.actions is None else len(episode.actions)) for episode in episodes)
+        if frames > MAX_FRAMES:
+            raise EnvError(f"films of {frames} frames; the server draws up to {MAX_FRAMES} at once")
         return {"value": self._pool().render(self._settings(request["settings"]), episodes)}
 
     def close(self) -> dict[str, Any]:

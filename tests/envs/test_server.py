@@ -71,6 +71,9 @@ def test_films_come_from_the_server(server: EnvServer) -> None:
     episodes = env.chunk_step(actions(env, 30)).episodes
     films = pool.render(replace(TOY, simulator={"render": True}), episodes)
     assert [len(film) for film in films] == [episode.length + 1 for episode in episodes]
+    endless = replace(episodes[0], actions=np.zeros((20_000, 2), np.float32))
+    with pytest.raises(EnvError, match="films of 20001 frames"):
+        pool.render(replace(TOY, simulator={"render": True}), [endless])
     pool.close()
 
 
