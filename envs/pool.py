@@ -99,8 +99,8 @@ class EnvPool:
             culprits = "; ".join(filter(None, (env.describe_busy(number) for env in self.sets.values())))
             message = f"env process {number} (pid {process.popen.pid}) {why}"
             message = f"while running {culprits}: {message}" if culprits else message
+            process.kill()  # first: after an error it lives, and may be writing another set's chunk
             lost = sum(env.lose(number) for env in self.sets.values())
-            process.kill()
             self.lost_episodes += lost
             if max([attempt, *(env.failures[number] for env in self.sets.values())]) > MAX_REPLACEMENTS:
                 raise EnvError(f"{message}\nIt was replaced {MAX_REPLACEMENTS} times in a row without success")

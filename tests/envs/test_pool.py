@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from envs.base import ChunkResult, EnvError, EnvSettings, VectorEnv, episode_seed
-from envs.pool import MAX_REPLACEMENTS, EnvPool
+from envs.pool import MAX_REPLACEMENTS, EnvPool, PooledVectorEnv
 
 TOY = EnvSettings("toy:Toy", "Toy")
 
@@ -252,6 +252,24 @@ def test_set_that_always_fails_is_noticed_although_another_goes_on(
             bad.chunk_step_wait()
             finished += int(good.chunk_step(actions_for(good, 1)).valid.sum())
     assert finished > MAX_REPLACEMENTS
+
+
+def test_process_writes_nothing_of_another_sets_chunk_once_that_is_lost(
+    make_pool: Callable[..., EnvPool], faulty: EnvSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose = PooledVectorEnv.lose
+    monkeypatch.setattr(PooledVectorEnv, "lose", lambda *args: (lose(*args), time.sleep(0.05))[0])
+    pool = make_pool(processes=1)
+    failing = pool.vector_env(faulty, [0])
+    long = pool.vector_env(replace(TOY, horizon=10**6, ignore_terminations=True), [1], chunk=20_000, auto_reset=False)
+    for env in (failing, long):
+        env.reset()
+    (tmp_path / "step").write_text("once raise")
+    for env in (failing, long):
+        env.chunk_step_async(np.zeros((1, env.args.chunk, 2), np.float32))
+    assert failing.chunk_step_wait().lost.all()
+    result = long.chunk_step_wait()
+    assert result.lost.all() and not result.valid.any() and not long.buffers.running.any()
 
 
 def test_death_while_making_envs_is_retried_then_told_with_what_the_process_said(
