@@ -136,6 +136,7 @@ class PooledVectorEnv(VectorEnv):
         self.used = [number for number, share in enumerate(self.shares) if share.start < share.stop]
         self._asked: list[tuple[Any, ...] | None] = [None] * count  # the command in flight in each process
         self.failures = [0] * count  # deaths of each process over this set's commands since it last finished a chunk
+        self._chunks = [0] * count  # that each process had finished when it died
         self._stepping = False
         self._bells: dict[int, list[Any]] = {}  # where each process has its doorbell
         self._lost = np.zeros(self.num_envs, bool)  # since the last chunk's outcome was given out
@@ -199,8 +200,6 @@ class PooledVectorEnv(VectorEnv):
         spans = [(number, *times) for number, (_, *times) in answers.items()]
         lost = self._lost.copy()
         self._lost[:] = False
-        for number in answers:
-            self.failures[number] = 0
         return episodes, lost, spans
 
     def awaited(self) -> ProcessHandle | None:
@@ -273,9 +272,12 @@ class PooledVectorEnv(VectorEnv):
         if self._descriptor < 0:
             return 0
         share = self.shares[number]
+        rows = self.buffers.rows(share.start, share.stop)
+        before, self._chunks[number] = self._chunks[number], int(rows.chunks.max(initial=0))
+        if self._chunks[number] > before:  # whoever began them
+            self.failures[number] = 0
         self.failures[number] += self._asked[number] is not None
         self._asked[number] = None
-        rows = self.buffers.rows(share.start, share.stop)
         running = rows.began | rows.running
         rows.began[:] = False  # first, so that who finds it as it was has read nothing of what follows
         rows.clear()

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from envs import client, session
 from envs.base import EnvSettings
 from envs.client import RemotePool, RemoteVectorEnv
 from envs.doorbell import Doorbell, Doorbells
-from envs.pool import EnvPool
+from envs.pool import MAX_REPLACEMENTS, EnvPool
 from envs.server import EnvServer
 
 
@@ -106,6 +107,21 @@ def test_a_process_that_stops_is_replaced_when_its_time_is_over(
     assert time.monotonic() - began < 15 and pool.replaced == 1
     assert env.chunk_step(actions(env, 1)).valid.all()
     pool.close()
+
+
+def test_chunks_that_were_rung_for_count_as_finished_between_the_deaths_of_a_process(
+    served: tuple[EnvServer, RemotePool], faulty: EnvSettings
+) -> None:
+    server, pool = served
+    env = pool.vector_env(replace(faulty, ignore_terminations=True), range(2))
+    env.reset()
+    for death in range(2 * MAX_REPLACEMENTS):
+        for _ in range(3):
+            assert env.chunk_step(actions(env, 1)).valid.all()
+        (owner,) = [one.pool for one in server.sessions.values() if one.pool]
+        owner.processes[0].popen.kill()
+        assert env.chunk_step(actions(env, 1)).lost.tolist() == [True, False]
+        assert pool.replaced == death + 1
 
 
 def test_a_session_lost_between_chunks_of_two_sets_costs_each_its_running_episodes(
