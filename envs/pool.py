@@ -276,11 +276,13 @@ class PooledVectorEnv(VectorEnv):
         before, self._chunks[number] = self._chunks[number], int(rows.chunks.max(initial=0))
         if self._chunks[number] > before:  # whoever began them
             self.failures[number] = 0
-        self.failures[number] += self._asked[number] is not None
-        self._asked[number] = None
+        is_asked, self._asked[number] = self._asked[number] is not None, None
+        self.failures[number] += is_asked
         running = rows.began | rows.running
+        in_flight = is_asked or rows.began.any()
         rows.began[:] = False  # first, so that who finds it as it was has read nothing of what follows
-        rows.clear()
+        if in_flight:  # else the trainer may not have read the last chunk's outcome yet
+            rows.clear()
         rows.running[:] = rows.busy[:] = False
         self._lost[share] |= running
         return int(running.sum())

@@ -124,6 +124,33 @@ def test_chunks_that_were_rung_for_count_as_finished_between_the_deaths_of_a_pro
         assert pool.replaced == death + 1
 
 
+@pytest.mark.parametrize("auto_reset", [True, False])
+def test_a_chunk_that_was_answered_stays_as_it_was_when_its_process_is_lost_to_another_set(
+    served: tuple[EnvServer, RemotePool], shared_pool: EnvPool, faulty: EnvSettings, auto_reset: bool
+) -> None:
+    server, pool = served
+    short = replace(faulty, horizon=2)
+    one, other = (pool.vector_env(short, range(2), chunk=4, seed=3, auto_reset=auto_reset) for _ in range(2))
+    twin = shared_pool.vector_env(short, range(2), chunk=4, seed=3, auto_reset=auto_reset)
+    for env in (one, other, twin):
+        env.reset()
+    one.chunk_step_async(actions(one, 4))
+    (session,) = [session for session in server.sessions.values() if one.key in session.sets]
+    wait_until(lambda: one.key in session.stepping or len(session.replies) > 5)
+    wait_until(lambda: one.key not in session.stepping)
+    assert session.pool is not None
+    session.pool.processes[0].popen.kill()
+    assert other.chunk_step(actions(other, 4)).lost.tolist() == [True, False]
+    result, right = one.chunk_step_wait(), twin.chunk_step(actions(one, 4))
+    for name in ("reward", "truncated", "valid", "ended", "lost"):
+        np.testing.assert_array_equal(getattr(result, name), getattr(right, name), err_msg=name)
+    np.testing.assert_array_equal(result.final_observation["state"], right.final_observation["state"])
+    assert len(result.episodes) == 2
+    assert one.chunk_step(actions(one, 4)).lost.tolist() == [auto_reset, False]
+    assert pool.lost_episodes == 1 + auto_reset
+    twin.close()
+
+
 def test_a_session_lost_between_chunks_of_two_sets_costs_each_its_running_episodes(
     served: tuple[EnvServer, RemotePool], faulty: EnvSettings
 ) -> None:
