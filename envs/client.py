@@ -309,6 +309,7 @@ class RemoteVectorEnv(VectorEnv):
         self._chunks = itertools.count(1)  # numbers for the doorbells
         self._began = np.zeros(self.num_envs, bool)  # as the buffers have it, unless the server has lost an env since
         self._rung = 0  # of the chunk in flight, if they were rung for it
+        self._kept: ChunkResult | None = None  # of the chunk in flight, where its session was lost since its answer
         self.take_place(pool.ask("make", **self.description()))
 
     # ------------------------------------------------------------------------------------------ contract
@@ -345,11 +346,12 @@ class RemoteVectorEnv(VectorEnv):
     def chunk_step_wait(self) -> ChunkResult:
         if not self._rung and self._step is None:
             raise RuntimeError("chunk_step_wait without a chunk step in flight")
-        result = self._finish_rung() or self._finish_asked()
-        self._step, self._rung = None, 0
-        self.buffers.began[:] = self._lost[:] = False
-        if not result.lost.any():
-            self.pool.chunk_was_finished()
+        result = self._kept or self._finish_rung() or self._finish_asked()
+        if self._kept is None:  # else what was lost since is the next chunk's to tell
+            self.buffers.began[:] = self._lost[:] = False
+            if not result.lost.any():
+                self.pool.chunk_was_finished()
+        self._step, self._rung, self._kept = None, 0, None
         return result
 
     def state(self) -> list[dict[str, Any]]:
@@ -377,6 +379,9 @@ class RemoteVectorEnv(VectorEnv):
     def lose(self) -> int:
         """Take note that the session is gone: nothing of a chunk in flight happened; the number of episodes lost."""
         in_flight = self._step is not None and self._step.reply is None
+        if self._step is not None and "value" in (self._step.reply or {}) and self._kept is None:
+            self._kept = self._finish_asked()  # while there is the memory that the answer is about
+            self.buffers.began[:] = False
         running = self.buffers.began | self.buffers.running
         self.listen([])
         self._numbers = self.buffers.episode_number.copy()

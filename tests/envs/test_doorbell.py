@@ -172,6 +172,40 @@ def test_a_session_lost_between_chunks_of_two_sets_costs_each_its_running_episod
     assert all(env.chunk_step(actions(env, 4)).valid[:, 0].all() for env in (one, other))
 
 
+@pytest.mark.parametrize("by", ["shared memory", "wire"])
+@pytest.mark.parametrize("auto_reset", [True, False])
+def test_a_chunk_that_was_answered_outlives_its_session(
+    start: Start, shared_pool: EnvPool, monkeypatch: pytest.MonkeyPatch, by: str, auto_reset: bool
+) -> None:
+    if by == "wire":
+        monkeypatch.setattr(client, "map_shared", lambda *_: None)
+    server = start()
+    pool, short = connect(server), EnvSettings("toy:Toy", "Toy", horizon=6, ignore_terminations=True)
+    options = {"chunk": 4, "seed": 3, "auto_reset": auto_reset}
+    one, other = (pool.vector_env(short, range(2), **options) for _ in range(2))
+    twin = shared_pool.vector_env(short, range(2), **options)
+    for env in (one, other, twin):
+        env.reset()
+    twin.chunk_step(actions(one, 4))
+    one.chunk_step(actions(one, 4))
+    one.listen([])
+    one.chunk_step_async(actions(one, 4))
+    wait_until(lambda: one._step.reply is not None or not other.state())  # its answer comes with another's
+    for _ in range(2):  # the session is lost, and lost again
+        _, gone = server.sessions.popitem()
+        assert gone.pool is not None
+        for process in gone.pool.processes:
+            process.kill()
+        other.chunk_step(actions(other, 4))
+    assert_equal(one.chunk_step_wait(), twin.chunk_step(actions(one, 4)))
+    after = one.chunk_step(actions(one, 4))
+    assert after.lost.tolist() == [auto_reset] * 2 and not after.valid.any()
+    assert one.chunk_step(actions(one, 4)).valid[:, 0].tolist() == [auto_reset] * 2
+    assert [slot["number"] for slot in one.state()] == [4 if auto_reset else 1] * 2
+    pool.close()
+    twin.close()
+
+
 def test_a_place_that_is_no_pipe_is_not_opened(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("as it was")
