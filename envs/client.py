@@ -307,7 +307,7 @@ class RemoteVectorEnv(VectorEnv):
         self._step: _Request | None = None
         self._bells: Doorbells | None = None
         self._chunks = itertools.count(1)  # numbers for the doorbells
-        self._began = np.zeros(self.num_envs, bool)  # as the buffers have it, unless the server has lost an env since
+        self._running = np.zeros(self.num_envs, bool)  # episodes that the trainer has not been told to be over
         self._rung = 0  # of the chunk in flight, if they were rung for it
         self._kept: ChunkResult | None = None  # of the chunk in flight, where its session was lost since its answer
         self.take_place(pool.ask("make", **self.description()))
@@ -325,6 +325,7 @@ class RemoteVectorEnv(VectorEnv):
         given = [None if ids is None else [int(one) for one in ids] for ids in (seeds, init_state_ids)]
         self._ask("reset", rows=rows, seeds=given[0], init_state_ids=given[1])
         self._lost[rows] = False
+        self._running |= self.buffers.running
         return self.observation()
 
     def observation(self) -> Observation:
@@ -333,7 +334,8 @@ class RemoteVectorEnv(VectorEnv):
     def chunk_step_async(self, actions: np.ndarray) -> None:
         self._refuse_in_flight("chunk_step_async")
         check_actions(actions, self.buffers.action.shape, self.args.env_ids)
-        self._began[:] = self.buffers.began[:] = self.buffers.running
+        self._running |= self.buffers.running
+        self.buffers.began[:] = self.buffers.running
         self.buffers.action[:] = actions
         if self._bells is None:
             self._ask_for_chunk()
@@ -349,6 +351,7 @@ class RemoteVectorEnv(VectorEnv):
         result = self._kept or self._finish_rung() or self._finish_asked()
         if self._kept is None:  # else what was lost since is the next chunk's to tell
             self.buffers.began[:] = self._lost[:] = False
+            self._running[:] = self.buffers.running
             if not result.lost.any():
                 self.pool.chunk_was_finished()
         self._step, self._rung, self._kept = None, 0, None
@@ -362,6 +365,7 @@ class RemoteVectorEnv(VectorEnv):
         self._refuse_in_flight("restore")
         self._ask("restore", state=state)
         self._lost[:] = False
+        self._running[:] = self.buffers.running
         return self.observation()
 
     def close(self) -> None:
@@ -381,8 +385,8 @@ class RemoteVectorEnv(VectorEnv):
         in_flight = self._step is not None and self._step.reply is None
         if self._step is not None and "value" in (self._step.reply or {}) and self._kept is None:
             self._kept = self._finish_asked()  # while there is the memory that the answer is about
-            self.buffers.began[:] = False
-        running = self.buffers.began | self.buffers.running
+            self._running[:] = self.buffers.running
+        running = self._running | self.buffers.running  # the session may itself have lost some before, and not told
         self.listen([])
         self._numbers = self.buffers.episode_number.copy()
         self._lost |= running
@@ -409,6 +413,7 @@ class RemoteVectorEnv(VectorEnv):
         else:
             self.buffers = ChunkBuffers.allocate(spec, self.num_envs, self.args.chunk)
             self._adopt(made)
+        self._running[:] = self.buffers.running
 
     def listen(self, places: list[list[Any]]) -> None:
         """Use these doorbells from now on, or none."""
@@ -431,7 +436,7 @@ class RemoteVectorEnv(VectorEnv):
             return None
         result = self.buffers.result(self.spec.instructions, [])
         result.spans = spans
-        was_replaced = not np.array_equal(self.buffers.began, self._began)  # a process, for the sake of another set
+        was_replaced = not np.array_equal(self.buffers.began, self._running)  # a process, for the sake of another set
         return None if was_replaced else result
 
     def _finish_asked(self) -> ChunkResult:

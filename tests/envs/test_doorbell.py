@@ -172,6 +172,33 @@ def test_a_session_lost_between_chunks_of_two_sets_costs_each_its_running_episod
     assert all(env.chunk_step(actions(env, 4)).valid[:, 0].all() for env in (one, other))
 
 
+@pytest.mark.parametrize("rung", [True, False])
+def test_an_episode_that_a_lost_session_had_lost_before_is_told(
+    served: tuple[EnvServer, RemotePool], faulty: EnvSettings, rung: bool
+) -> None:
+    server, pool = served
+    one, other = (pool.vector_env(faulty, range(2), chunk=1, seed=3, auto_reset=False) for _ in range(2))
+    for env in (one, other):
+        env.reset()
+        env.chunk_step(actions(env, 1))
+    (owner,) = [one.pool for one in server.sessions.values() if one.pool]
+    if rung:
+        one.chunk_step_async(actions(one, 1))
+    owner.processes[0].popen.kill()
+    assert other.chunk_step(actions(other, 1)).lost.tolist() == [True, False]
+    server.sessions.clear()
+    owner.close()
+    if not rung:
+        one.chunk_step_async(actions(one, 1))
+    assert one.chunk_step_wait().lost.all()
+    assert other.chunk_step(actions(other, 1)).lost.tolist() == [False, True]
+    for env in (one, other):
+        result = env.chunk_step(actions(env, 1))
+        assert not result.lost.any() and not result.valid.any()
+        env.reset()
+        assert env.chunk_step(actions(env, 1)).valid.all()
+
+
 @pytest.mark.parametrize("by", ["shared memory", "wire"])
 @pytest.mark.parametrize("auto_reset", [True, False])
 def test_a_chunk_that_was_answered_outlives_its_session(
