@@ -227,9 +227,12 @@ class RemotePool:
                 break
             except _Gone:
                 continue
+        dropped = {request.fields["set"] for request in waiting if request.op == "drop"}
         for request in waiting:
             if request.op == "open":
                 request.reply = opened
+            elif request.fields.get("set", 0) in dropped:
+                request.reply = {"value": None}
             elif request.reply is None:  # else it was a chunk step, which is lost
                 if "shared" in request.fields:
                     request.fields["shared"] = self.sets[request.fields["set"]].is_shared

@@ -233,6 +233,24 @@ def test_a_chunk_that_was_answered_outlives_its_session(
     twin.close()
 
 
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_a_set_can_be_dropped_where_its_session_is_lost(
+    served: tuple[EnvServer, RemotePool], faulty: EnvSettings, in_flight: bool
+) -> None:
+    server, pool = served
+    one, other = (pool.vector_env(faulty, range(2), seed=3) for _ in range(2))
+    for env in (one, other):
+        env.reset()
+    _, gone = server.sessions.popitem()
+    assert gone.pool is not None
+    gone.pool.close()
+    if in_flight:
+        one.chunk_step_async(actions(one, 1))
+    one.close()
+    assert other.chunk_step(actions(other, 1)).lost.all()
+    assert other.chunk_step(actions(other, 1)).valid.all()
+
+
 def test_a_place_that_is_no_pipe_is_not_opened(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("as it was")
