@@ -354,7 +354,7 @@ class RemoteVectorEnv(VectorEnv):
         result = self._kept or self._finish_rung() or self._finish_asked()
         if self._kept is None:  # else what was lost since is the next chunk's to tell
             self.buffers.began[:] = self._lost[:] = False
-            self._running[:] = self.buffers.running
+            self._take_note(result)
             if not result.lost.any():
                 self.pool.chunk_was_finished()
         self._step, self._rung, self._kept = None, 0, None
@@ -388,7 +388,7 @@ class RemoteVectorEnv(VectorEnv):
         in_flight = self._step is not None and self._step.reply is None
         if self._step is not None and "value" in (self._step.reply or {}) and self._kept is None:
             self._kept = self._finish_asked()  # while there is the memory that the answer is about
-            self._running[:] = self.buffers.running
+            self._take_note(self._kept)
         running = self._running | self.buffers.running  # the session may itself have lost some before, and not told
         self.listen([])
         self._numbers = self.buffers.episode_number.copy()
@@ -458,6 +458,10 @@ class RemoteVectorEnv(VectorEnv):
         shift = 0.0 if self.is_shared else time.monotonic() - reply["now"]  # another machine's clock
         result.spans = [(number, start + shift, end + shift, cpu) for number, start, end, cpu in value["spans"]]
         return result
+
+    def _take_note(self, result: ChunkResult) -> None:
+        """Of what the trainer knows now, not of what was lost since the chunk was done."""
+        self._running = self.buffers.running | (self._running & ~result.ended & ~result.lost)
 
     def _ask(self, op: str, **fields: Any) -> dict[str, Any]:
         reply = self.pool.ask(op, set=self.key, shared=self.is_shared, **fields)

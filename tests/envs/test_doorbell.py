@@ -199,6 +199,31 @@ def test_an_episode_that_a_lost_session_had_lost_before_is_told(
         assert env.chunk_step(actions(env, 1)).valid.all()
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_an_episode_that_was_lost_after_a_chunk_was_answered_is_told_by_the_next(
+    served: tuple[EnvServer, RemotePool], faulty: EnvSettings, is_read: bool
+) -> None:
+    server, pool = served
+    one, other = (pool.vector_env(faulty, range(2), seed=3, auto_reset=False) for _ in range(2))
+    for env in (one, other):
+        env.reset()
+    one.chunk_step_async(actions(one, 1))
+    (session,) = server.sessions.values()
+    wait_until(lambda: other.state() is not None and one._step.reply is not None)  # type: ignore[union-attr]
+    assert session.pool is not None
+    session.pool.processes[0].popen.kill()
+    assert other.chunk_step(actions(other, 1)).lost.tolist() == [True, False]
+    if is_read:
+        assert one.chunk_step_wait().valid.all()
+    server.sessions.clear()
+    session.pool.close()
+    assert other.chunk_step(actions(other, 1)).lost.tolist() == [False, True]
+    if not is_read:
+        assert one.chunk_step_wait().valid.all()
+    assert one.chunk_step(actions(one, 1)).lost.all()
+    assert not one.chunk_step(actions(one, 1)).lost.any()
+
+
 @pytest.mark.parametrize("by", ["shared memory", "wire"])
 @pytest.mark.parametrize("auto_reset", [True, False])
 def test_a_chunk_that_was_answered_outlives_its_session(
@@ -217,7 +242,7 @@ def test_a_chunk_that_was_answered_outlives_its_session(
     one.chunk_step(actions(one, 4))
     one.listen([])
     one.chunk_step_async(actions(one, 4))
-    wait_until(lambda: one._step.reply is not None or not other.state())  # its answer comes with another's
+    wait_until(lambda: other.state() is not None and one._step.reply is not None)  # type: ignore[union-attr]
     for _ in range(2):  # the session is lost, and lost again
         _, gone = server.sessions.popitem()
         assert gone.pool is not None
