@@ -1,5 +1,6 @@
 """Chunks that begin by doorbells do what the pool does, and what goes wrong the server finds out."""
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from served import Start, actions, assert_equal, connect, wait_until
 
-from envs import client, session
+from envs import client, doorbell, session
 from envs.base import EnvSettings
 from envs.client import RemotePool, RemoteVectorEnv
 from envs.doorbell import Doorbell, Doorbells
@@ -312,6 +313,51 @@ def test_answers_to_chunks_that_the_server_was_asked_for_are_passed_over() -> No
     with pytest.raises(OSError):
         bells.ring(11)
     bells.close()
+
+
+def test_doorbells_that_cannot_be_opened_leave_the_server_to_be_asked(
+    served: tuple[EnvServer, RemotePool], shared_pool: EnvPool, faulty: EnvSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, pool = served
+    opened: list[int] = []
+
+    def refuse(pid: int, *_: object) -> int:
+        if opened:
+            raise PermissionError(pid)
+        opened.append(os.open("/dev/null", os.O_RDONLY))
+        return opened[0]
+
+    monkeypatch.setattr(doorbell, "_open", refuse)
+    own, twin = (where.vector_env(faulty, range(4), chunk=2, seed=5) for where in (pool, shared_pool))
+    for env in (own, twin):
+        env.reset()
+    for t in range(5):
+        before = server.counts["messages"]
+        assert_equal(own.chunk_step(actions(own, 2, t)), twin.chunk_step(actions(own, 2, t)))
+        assert server.counts["messages"] == before + 1
+    with pytest.raises(OSError):  # it was closed again
+        os.fstat(opened[0])
+    twin.close()
+
+
+def test_processes_that_die_leave_no_descriptors(served: tuple[EnvServer, RemotePool], faulty: EnvSettings) -> None:
+    server, pool = served
+    env = pool.vector_env(faulty, range(2))
+    env.reset()
+    counts = []
+    gc.collect()
+    for t in range(6):
+        for _ in range(3):
+            env.chunk_step(actions(env, 1))
+        counts.append(len(os.listdir("/proc/self/fd")))
+        (owner,) = [one.pool for one in server.sessions.values() if one.pool]
+        owner.processes[t % 2].popen.kill()
+        if t % 3 == 2:
+            server.sessions.clear()
+            owner.close()
+            del owner
+            gc.collect()
+    assert counts[1:] == counts[:-1], counts
 
 
 def test_sets_that_come_and_go_leave_no_descriptors(served: tuple[EnvServer, RemotePool], faulty: EnvSettings) -> None:
