@@ -120,7 +120,7 @@ class EnvServer:
                 if self._router in ready:
                     self._receive()
                 for key, session in list(self.sessions.items()):
-                    self._advance(key, session)
+                    self._advance(key, session, looked)
         finally:
             for session in self.sessions.values():
                 if session.pool is not None:
@@ -256,8 +256,8 @@ class EnvServer:
 
     # ------------------------------------------------------------------------------------------ work
 
-    def _advance(self, key: bytes, session: Session) -> None:
-        """Whatever can be done for a session without waiting."""
+    def _advance(self, key: bytes, session: Session, now: float) -> None:
+        """Whatever can be done for a session without waiting. `now`: when this turn of the loop began."""
         if session.job is not None:
             number, which, future = session.job
             if not future.done():
@@ -268,7 +268,7 @@ class EnvServer:
             if session.closing or session.pool is None:  # it has ended, or could not be opened
                 del self.sessions[key]
                 return
-        if time.monotonic() - session.heard > self.limits.session_timeout_s:
+        if now - session.heard > self.limits.session_timeout_s:
             self.counts["expired"] += 1
             logger.warning("a session ends: its trainer was silent for %g s", self.limits.session_timeout_s)
             session.queue.clear()
