@@ -377,4 +377,4 @@ def test_sets_that_come_and_go_leave_no_descriptors(served: tuple[EnvServer, Rem
     before = count()
     for _ in range(5):
         come_and_go()
-    wait_until(lambda: count() == before)
+    wait_until(lambda: all(now <= then for now, then in zip(count(), before, strict=True)))  # earlier tests' may go
