@@ -36,7 +36,7 @@ from envs.wire import WireError
 logger = logging.getLogger(__name__)
 ASK_AGAIN_S = 1.0  # without an answer, whether the server is there
 RUNG_S = 1.0  # without an answer to a doorbell, whether the server knows of the chunk
-ALIVE_S = 5.0  # between signs of life to the server
+ALIVE_S = 5.0  # between signs of life to the server, or less where it is impatient
 MAX_LOSSES = 3  # of the session, without a finished chunk in between
 
 
@@ -284,7 +284,7 @@ class RemotePool:
     def _stay_alive(self) -> None:
         """Tell the server now and then that this process lives, whatever it is busy with."""
         socket = self._connect()
-        while not self._ended.wait(ALIVE_S):
+        while not self._ended.wait(min(ALIVE_S, self.about["session_timeout_s"] / 4)):
             message = {"protocol": wire.PROTOCOL, "session": self._key, "op": "alive"}
             with suppress(zmq.Again):
                 socket.send_multipart(wire.pack(message), zmq.NOBLOCK)

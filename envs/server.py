@@ -20,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
@@ -44,6 +44,7 @@ MAX_QUEUED = 256  # requests of a session that wait for others
 MAX_QUEUED_BYTES = 2**28  # of them all
 WINDOW = 1024  # how far apart the numbers of requests in flight may be
 POLL_S = 1
+JOB_S = 5  # that an ending server waits for what a thread is doing
 OUTCOME = ("reward", "terminated", "truncated", "valid", "state", "image", "task", "episode_number", "running")
 FINAL = ("final_state", "final_image", "final_task")
 
@@ -67,6 +68,16 @@ class EnvServer:
         self.sessions: dict[bytes, Session] = {}
         self.counts: Counter[str] = Counter()
         self._context = zmq.Context()
+        try:
+            self._bind(bind, token)
+        except BaseException:
+            self._context.destroy(linger=0)  # the garbage collector would wait for its sockets
+            raise
+        self._threads = ThreadPoolExecutor(self.limits.max_sessions, "session")
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._ends_at: float | None = None
+
+    def _bind(self, bind: str, token: bytes | None) -> None:
         self._router = self._context.socket(zmq.ROUTER)
         options = {zmq.MAXMSGSIZE: wire.MAX_REQUEST, zmq.LINGER: 1000, zmq.SNDHWM: 1000, zmq.RCVHWM: 1000}
         options |= {zmq.HEARTBEAT_IVL: 5000, zmq.HEARTBEAT_TIMEOUT: 30_000}
@@ -79,9 +90,6 @@ class EnvServer:
         self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if self.address.startswith("ipc://"):
             os.chmod(self.address.removeprefix("ipc://"), 0o600)
-        self._threads = ThreadPoolExecutor(self.limits.max_sessions, "session")
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._ends_at: float | None = None
 
     def _guard(self, token: bytes | None) -> zmq.Socket | None:
         """Ask for CURVE keys made from the token; what decides on them answers libzmq's questions (ZAP, RFC 27)."""
@@ -122,11 +130,15 @@ class EnvServer:
                 for key, session in list(self.sessions.items()):
                     self._advance(key, session, looked)
         finally:
-            for session in self.sessions.values():
-                if session.pool is not None:
-                    session.pool.close()
-            self._router.disable_monitor()
-            self._context.destroy(linger=1000)
+            try:
+                for session in self.sessions.values():
+                    if session.job is not None:  # which may be closing the pool itself
+                        wait([session.job[2]], JOB_S)
+                    if session.pool is not None:
+                        session.pool.close()
+            finally:
+                self._router.disable_monitor()
+                self._context.destroy(linger=1000)
 
     def stop(self, at_once: bool = False) -> None:
         """Take no new sessions and end when those there are have ended, or their time is over. From any thread."""

@@ -92,6 +92,7 @@ class Work:
         processes = min(request["processes"] or self.limits.processes, self.limits.processes)
         self.session.pool = EnvPool(processes, self.limits.step_timeout_s)
         about = {"protocol": wire.PROTOCOL, "processes": processes, "max_envs": self.limits.max_envs}
+        about["session_timeout_s"] = self.limits.session_timeout_s
         return {"value": {**about, "versions": versions()}}
 
     def make(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
@@ -303,7 +304,8 @@ def test_a_session_whose_opening_the_server_has_forgotten_is_opened_once_more(tm
                 message = wire.unpack(frames)
                 if message["op"] == "open":
                     opened.append(message["session"])
-                    answer = {"value": {"processes": 1}} if len(opened) == 2 else {"error": "open already", "kind": ""}
+                    about = {"processes": 1, "session_timeout_s": 60.0}
+                    answer = {"value": about} if len(opened) == 2 else {"error": "open already", "kind": ""}
                     if len(opened) > 1:
                         router.send_multipart([identity, *wire.pack({"reply": message["number"], **answer})])
                 elif message["op"] == "ping":
@@ -320,6 +322,33 @@ def test_a_session_whose_opening_the_server_has_forgotten_is_opened_once_more(tm
         finally:
             thread.join(20)
     assert len(set(opened)) == len(opened) == 2
+
+
+def test_a_server_that_ends_as_a_session_does_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    close, closing, seen = EnvPool.close, threading.Lock(), list[bool]()
+
+    def slowly(pool: EnvPool) -> None:
+        seen.append(closing.acquire(blocking=False))  # twice at once it would close what is others' by then
+        time.sleep(0.3)
+        close(pool)
+        closing.release()
+
+    monkeypatch.setattr(EnvPool, "close", slowly)
+    server = EnvServer("toy:Toy", "Toy", "tcp://127.0.0.1:*", limits=Limits(processes=1))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    connect(server).close()
+    wait_until(lambda: bool(seen))
+    server.stop(at_once=True)
+    thread.join(20)
+    assert len(seen) == 2 and all(seen) and server._context.closed
+
+
+def test_a_server_that_cannot_bind_leaves_nothing_that_would_be_waited_for(server: EnvServer) -> None:
+    with pytest.raises(zmq.ZMQError, match="in use") as raised:
+        EnvServer("toy:Toy", "Toy", server.address)
+    tried = raised.tb.tb_next.tb_frame.f_locals["self"]  # type: ignore[union-attr]
+    assert tried._context.closed
 
 
 def test_health_and_metrics_tell_how_the_server_does(start: Start) -> None:

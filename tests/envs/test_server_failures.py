@@ -120,6 +120,18 @@ def test_on_one_host_chunks_go_on_while_the_server_is_stopped_until_it_is_needed
     pool.close()
 
 
+def test_a_session_of_which_an_impatient_server_hears_no_chunks_lives(serve: Serve, address: str) -> None:
+    serve("toy:Toy", "--session-timeout", "1")
+    pool = RemotePool(address, "toy:Toy", "Toy", timeout_s=60)
+    env = pool.vector_env(TOY, [0])
+    env.reset()
+    began = time.monotonic()
+    while time.monotonic() - began < 2.5:
+        assert env.chunk_step(actions(env)).valid.all()
+    assert len(env.state()) == 1 and pool.lost_episodes == 0
+    pool.close()
+
+
 def test_on_one_host_a_server_that_is_killed_and_restarted_costs_the_running_episodes(
     serve: Serve, address: str
 ) -> None:
@@ -143,10 +155,7 @@ def test_on_one_host_a_server_that_is_killed_and_restarted_costs_the_running_epi
 
 
 @pytest.mark.usefixtures("by_the_wire")
-def test_a_server_does_not_take_its_own_stop_for_its_trainers_silence(
-    serve: Serve, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "ALIVE_S", 0.5)
+def test_a_server_does_not_take_its_own_stop_for_its_trainers_silence(serve: Serve, address: str) -> None:
     server = serve("toy:Toy", "--session-timeout", "3")
     pools = [RemotePool(address, "toy:Toy", "Toy", timeout_s=60) for _ in range(3)]
     envs = [pool.vector_env(TOY, [0]) for pool in pools]

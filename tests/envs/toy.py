@@ -76,14 +76,6 @@ class Toy(Env):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-class SlowToy(Toy):
-    """The same with steps that take a while."""
-
-    def step(self, action: np.ndarray, observed: bool) -> Step:
-        time.sleep(0.002)
-        return super().step(action, observed)
-
-
 class OtherToy(Toy):
     """The same by another name."""
 

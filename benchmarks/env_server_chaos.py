@@ -1,7 +1,16 @@
-"""Random disturbances of an env server on one host: whatever is killed or stopped, each chunk says what became of it.
+"""Env servers whose processes are killed, stopped and started again at random: each chunk has to say what became of it.
 
-python tests/envs/test_disturbed.py FIRST LAST [ROUNDS]       (many seeds; the test does a few)
+    python benchmarks/env_server_chaos.py --seeds 10
+
+Several sets of envs on one server of two processes are stepped by doorbell, side by side, with and without auto-reset.
+A twin of each env goes along with what is told: rewards, terminations and final observations have to be those of the
+twin, a row that was running has to be stepped or told to be lost, and a record has to have its episode's seed, length
+and actions. In the strict half of the runs, one disturbance at a time, as many episodes have to be told to be lost as
+are counted; in the other half several come together, sets are dropped in the middle, and a row that is lost twice
+before its trainer looks is told once. No step may take longer than 30 s. The exit code is 1 if something was wrong.
 """
+
+from __future__ import annotations
 
 import contextlib
 import os
@@ -11,26 +20,68 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-import pytest
-from toy import Toy
+import typer
 
-from envs import client
-from envs.base import ChunkResult, EnvSettings, episode_seed
-from envs.client import RemotePool, RemoteVectorEnv
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-SERVER = """
-import sys
+from envs import client  # noqa: E402
+from envs.base import ActionSpec, ChunkResult, Env, EnvSettings, Step, episode_seed  # noqa: E402
+from envs.client import RemotePool, RemoteVectorEnv  # noqa: E402
+
+POINT = "env_server_chaos:Point"
+SERVER = f"""
 from envs import session
 from envs.server import main
-session.CLIENT_OPTIONS["toy:SlowToy"] = ("faults",)
+session.CLIENT_OPTIONS["{POINT}"] = ("faults",)
 main()
 """
 STEP_S = 30.0
+KINDS = ["raise", "kill", "sigkill", "sigkill", "pause", "pause server", "restart"]
+
+
+class Point(Env):
+    """A point in the plane, pushed by actions and by noise of the episode's seed, with faults on demand.
+
+    The option `faults` names a file; whoever takes it away in a step does what it says.
+    """
+
+    action = ActionSpec((-1.0, -1.0), (1.0, 1.0))
+    has_success = True
+    horizon = 30
+    instruction = "go right"
+
+    def __init__(self, settings: EnvSettings) -> None:
+        self._faults = Path(settings.simulator.get("faults", "/nonexistent"))
+
+    def reset(self, seed: int, init_state_id: int | None) -> None:
+        self._random = np.random.default_rng(seed)
+        self._point = self._random.uniform(-0.3, 0.3, 2)
+
+    def step(self, action: np.ndarray, observed: bool) -> Step:
+        with contextlib.suppress(FileNotFoundError):
+            kind = self._faults.read_text()
+            self._faults.unlink()
+            self._fail(kind)
+        time.sleep(0.002)
+        self._point = self._point + 0.15 * action + self._random.normal(0, 0.1, 2)
+        success = bool(self._point[0] > 0.6)
+        return Step(-float(np.abs(self._point).sum()), success or bool(self._point[0] < -0.6), False, success)
+
+    def observe(self) -> dict[str, np.ndarray]:
+        return {"state": self._point.astype(np.float32)}
+
+    def _fail(self, kind: str) -> None:
+        if kind == "raise":
+            raise ZeroDivisionError("as asked")
+        if kind == "hang":
+            time.sleep(1000)
+        os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
 
 class Served:
@@ -43,8 +94,8 @@ class Served:
         self.start()
 
     def start(self) -> None:
-        arguments = ["toy:SlowToy", "SlowToy", "--bind", self.address, *self.options]
-        path = os.pathsep.join([str(Path(__file__).parent.parent.parent), str(Path(__file__).parent)])
+        arguments = [POINT, "Point", "--bind", self.address, *self.options]
+        path = os.pathsep.join([str(HERE.parent), str(HERE)])
         self.popen = subprocess.Popen(
             [sys.executable, "-c", SERVER, *arguments],
             stdout=subprocess.PIPE,
@@ -74,13 +125,13 @@ class Served:
 
 
 class Watched:
-    """A set of envs, and what has to be true of it: a Toy for each row goes along with what is told."""
+    """A set of envs, and what has to be true of it: a twin of each row goes along with what is told."""
 
     def __init__(self, env: RemoteVectorEnv) -> None:
         self.env, self.told = env, 0
         count = env.num_envs
         self.running = np.zeros(count, bool)
-        self.twins = [Toy(EnvSettings("toy:Toy", "Toy")) for _ in range(count)]
+        self.twins = [Point(EnvSettings(POINT, "Point")) for _ in range(count)]
         self.lengths = [0] * count
         self.numbers = np.zeros(count, int)
         self.reset()
@@ -144,14 +195,6 @@ class Watched:
         assert not result.ended[row]
 
 
-class Interrupted(KeyboardInterrupt):
-    pass
-
-
-def _interrupt(*_: object) -> None:
-    raise Interrupted
-
-
 def disturb(served: Served, faults: Path, rng: np.random.Generator, kinds: list[str]) -> list[threading.Timer]:
     """One disturbance, now or in a moment."""
     kind = str(rng.choice(kinds))
@@ -169,7 +212,7 @@ def disturb(served: Served, faults: Path, rng: np.random.Generator, kinds: list[
     processes = served.processes
     victim = int(rng.choice(processes)) if processes else 2**22 + 1  # none, while the server starts
     if kind in ("raise", "kill", "stop", "hang"):
-        (faults / "step").write_text(f"once {kind}")
+        faults.write_text(kind)
     elif kind == "sigkill":
         at(delay, send, victim, signal.SIGKILL)
     elif kind == "all":  # as where a machine's memory is over
@@ -192,10 +235,9 @@ def run(seed: int, rounds: int, is_strict: bool, folder: Path) -> dict[str, int]
     """`is_strict`: one disturbance at a time and nothing dropped, so that what is told has to be what is counted."""
     rng = np.random.default_rng(seed)
     faults = folder / "faults"
-    faults.mkdir()
     served = Served(folder, step_timeout_s=1.0)
-    pool = RemotePool(served.address, "toy:SlowToy", "SlowToy", timeout_s=25.0)
-    settings = EnvSettings("toy:SlowToy", "SlowToy", simulator={"faults": str(faults)})
+    pool = RemotePool(served.address, POINT, "Point", timeout_s=25.0)
+    settings = EnvSettings(POINT, "Point", simulator={"faults": str(faults)})
     told = 0
 
     def make(count: int) -> Watched:
@@ -203,16 +245,13 @@ def run(seed: int, rounds: int, is_strict: bool, folder: Path) -> dict[str, int]
         return Watched(pool.vector_env(settings, range(count), seed=seed, record_actions=True, **options))
 
     sets = [make(int(rng.integers(1, 5))) for _ in range(int(rng.integers(2, 4)))]
-    kinds = ["raise", "kill", "sigkill", "sigkill", "pause", "pause server", "restart"]
-    kinds += ["stop", "hang"] if rng.random() < 0.3 else []
-    kinds += [] if is_strict else ["all"]
-    signal.signal(signal.SIGALRM, _interrupt)
+    kinds = KINDS + (["stop", "hang"] if rng.random() < 0.3 else []) + ([] if is_strict else ["all"])
     timers: list[threading.Timer] = []
 
     def settle() -> None:
         while timers:
             timers.pop().join()
-        (faults / "step").unlink(missing_ok=True)
+        faults.unlink(missing_ok=True)
 
     try:
         for number in range(rounds):
@@ -228,24 +267,7 @@ def run(seed: int, rounds: int, is_strict: bool, folder: Path) -> dict[str, int]
             if is_disturbed and not timers:
                 timers += disturb(served, faults, rng, kinds)
             for one in rng.permutation(np.array(chosen, object)):
-                interrupts = 0 if is_strict else int(rng.random() < 0.2)
-                while True:
-                    result = None
-                    try:
-                        if interrupts:
-                            interrupts -= 1
-                            signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-4, 0.02)))
-                        result = one.env.chunk_step_wait()
-                        signal.setitimer(signal.ITIMER_REAL, 0)
-                    except Interrupted:
-                        if result is None and (one.env._rung or one.env._step is not None):
-                            continue
-                        if result is None:  # the result was lost in the interrupt
-                            one.reset()
-                            break
-                    assert result is not None
-                    one.check(result)
-                    break
+                one.check(one.env.chunk_step_wait())
             assert time.monotonic() - began < STEP_S
             if is_strict or rng.random() < 0.5:
                 settle()
@@ -269,45 +291,38 @@ def run(seed: int, rounds: int, is_strict: bool, folder: Path) -> dict[str, int]
             for one in sets:
                 one.check(one.env.chunk_step_wait())
         told += sum(one.told for one in sets)
-        counted = pool.lost_episodes
-        pool.ask("state", set=sets[0].env.key)
-        assert told <= pool.lost_episodes and (not is_strict or told == pool.lost_episodes), (told, counted)
-        return {"told": told, "counted": pool.lost_episodes, "replaced": pool.replaced}
+        pool.ask("state", set=sets[0].env.key)  # whose answer has the latest counts
+        assert told <= pool.lost_episodes and (not is_strict or told == pool.lost_episodes), (told, pool.lost_episodes)
+        return {"lost and told": told, "lost": pool.lost_episodes, "processes replaced": pool.replaced}
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         settle()
         pool.close()
         served.kill()
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(client, "RUNG_S", 0.05)
-    monkeypatch.setattr(client, "ASK_AGAIN_S", 0.2)
-    monkeypatch.setattr(client, "MAX_LOSSES", 20)
-    yield
-
-
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize(("seed", "is_strict"), [(0, True), (1, False)])
-def test_whatever_is_killed_or_stopped_each_chunk_tells_what_became_of_it(
-    tmp_path: Path, seed: int, is_strict: bool
+def main(
+    seeds: Annotated[int, typer.Option(help="how many, a strict and a free run of each")] = 5,
+    first: Annotated[int, typer.Option(help="the first of them")] = 0,
+    rounds: Annotated[int, typer.Option(help="chunk steps of each set in a run")] = 40,
 ) -> None:
-    run(seed, 16, is_strict, tmp_path)
+    """Disturb env servers, and see that nothing is lost without a word."""
+    client.ASK_AGAIN_S, client.MAX_LOSSES = 0.2, 20
+    failed = 0
+    for seed in range(first, first + seeds):
+        client.RUNG_S = (0.0, 0.004, 0.05, 1.0)[seed % 4]
+        for is_strict in (True, False):
+            start = time.monotonic()
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    found = ", ".join(f"{n} {name}" for name, n in run(seed, rounds, is_strict, Path(folder)).items())
+                except Exception:
+                    failed, found = failed + 1, traceback.format_exc()
+            print(
+                f"seed {seed}, {'strict' if is_strict else 'free'}, {time.monotonic() - start:.1f} s: {found}",
+                flush=True,
+            )
+    sys.exit(f"{failed} of {2 * seeds} runs failed" if failed else 0)
 
 
 if __name__ == "__main__":
-    client.ASK_AGAIN_S, client.MAX_LOSSES = 0.2, 20
-    for number in range(int(sys.argv[1]), int(sys.argv[2])):
-        client.RUNG_S = (0.0, 0.004, 0.05, 1.0)[number % 4]
-        for strict in (True, False):
-            with tempfile.TemporaryDirectory() as place:
-                before = time.monotonic()
-                try:
-                    outcome: Any = run(number, int(sys.argv[3]) if len(sys.argv) > 3 else 40, strict, Path(place))
-                except Exception as error:
-                    import traceback
-
-                    traceback.print_exc()
-                    outcome = repr(error)[:200]
-                print(number, "strict" if strict else "free", f"{time.monotonic() - before:.1f} s", outcome, flush=True)
+    typer.run(main)
