@@ -184,7 +184,7 @@ class Contest:
             if way == "json":
                 vectors.append(JsonEnv(pool, batch, chunk))
                 continue
-            with patch("envs.client.map_shared", lambda *_: None) if way == "tcp" else nullcontext():
+            with patch("envs.remote.map_shared", lambda *_: None) if way == "tcp" else nullcontext():
                 vectors.append(pool.vector_env(self.settings, range(batch), chunk))
             assert getattr(vectors[-1], "is_shared", way == "pool") == (way != "tcp")
             vectors[-1].reset()

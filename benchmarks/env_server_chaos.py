@@ -30,9 +30,10 @@ import typer
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from envs import client  # noqa: E402
+from envs import client, remote  # noqa: E402
 from envs.base import ActionSpec, ChunkResult, Env, EnvSettings, Step, episode_seed  # noqa: E402
-from envs.client import RemotePool, RemoteVectorEnv  # noqa: E402
+from envs.client import RemotePool  # noqa: E402
+from envs.remote import RemoteVectorEnv  # noqa: E402
 
 POINT = "env_server_chaos:Point"
 SERVER = f"""
@@ -309,7 +310,7 @@ def main(
     client.ASK_AGAIN_S, client.MAX_LOSSES = 0.2, 20
     failed = 0
     for seed in range(first, first + seeds):
-        client.RUNG_S = (0.0, 0.004, 0.05, 1.0)[seed % 4]
+        remote.RUNG_S = (0.0, 0.004, 0.05, 1.0)[seed % 4]
         for is_strict in (True, False):
             start = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:

@@ -275,7 +275,7 @@ class Victim:
         self.address, self._metrics = self.server.address, self.server.said[0].split()[-1]
         self.process, self.sizes, self.descriptors = psutil.Process(self.server.popen.pid), [0.0], [0]
         self.trainer = RemotePool(self.address, EMPTY, "Empty", timeout_s=30, token=token)
-        with patch("envs.client.map_shared", lambda *_: None):  # else its chunks would not need the server
+        with patch("envs.remote.map_shared", lambda *_: None):  # else its chunks would not need the server
             self.env = self.trainer.vector_env(SETTINGS, [0, 1])
         self.env.reset()
         self.slowest = 0.0

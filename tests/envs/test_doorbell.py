@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from served import Start, actions, assert_equal, connect, wait_until
 
-from envs import client, doorbell, session
+from envs import doorbell, remote, session
 from envs.base import EnvSettings
-from envs.client import RemotePool, RemoteVectorEnv
+from envs.client import RemotePool
 from envs.doorbell import Doorbell, Doorbells
 from envs.pool import MAX_REPLACEMENTS, EnvPool
+from envs.remote import RemoteVectorEnv
 from envs.server import EnvServer
 
 
@@ -55,7 +56,7 @@ def test_a_slow_chunk_is_run_once_and_its_outcome_had_from_the_server(
     served: tuple[EnvServer, RemotePool], shared_pool: EnvPool, faulty: EnvSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, pool = served
-    monkeypatch.setattr(client, "RUNG_S", 0.0)
+    monkeypatch.setattr(remote, "RUNG_S", 0.0)
     sets = [where.vector_env(faulty, range(4), chunk=5, seed=2) for where in (pool, pool, shared_pool, shared_pool)]
     for env in sets:
         env.reset()
@@ -231,7 +232,7 @@ def test_a_chunk_that_was_answered_outlives_its_session(
     start: Start, shared_pool: EnvPool, monkeypatch: pytest.MonkeyPatch, by: str, auto_reset: bool
 ) -> None:
     if by == "wire":
-        monkeypatch.setattr(client, "map_shared", lambda *_: None)
+        monkeypatch.setattr(remote, "map_shared", lambda *_: None)
     server = start()
     pool, short = connect(server), EnvSettings("toy:Toy", "Toy", horizon=6, ignore_terminations=True)
     options = {"chunk": 4, "seed": 3, "auto_reset": auto_reset}

@@ -16,7 +16,7 @@ import pytest
 import zmq
 from served import TOY, Start, actions, assert_equal, connect, wait_until
 
-from envs import client, wire
+from envs import remote, wire
 from envs.base import EnvError, EnvSettings
 from envs.client import RemotePool
 from envs.episodes import EpisodicVectorEnv
@@ -33,7 +33,7 @@ def test_two_sets_of_a_session_do_what_the_pools_own_do(
     server: EnvServer, shared_pool: EnvPool, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     if by == "wire":
-        monkeypatch.setattr(client, "map_shared", lambda *_: None)
+        monkeypatch.setattr(remote, "map_shared", lambda *_: None)
     pool = connect(server)
     options = {"chunk": 3, "seed": 5, "group_size": 2, "record_actions": True}
     sets = [
@@ -284,7 +284,7 @@ def test_a_request_in_flight_as_the_session_is_lost_is_answered_the_way_that_the
     env, twin = pool.vector_env(TOY, range(2)), EpisodicVectorEnv(VectorArgs(TOY, range(2)))
     assert env.is_shared
     server.sessions.clear()
-    monkeypatch.setattr(client, "map_shared", lambda *_: None)
+    monkeypatch.setattr(remote, "map_shared", lambda *_: None)
     seen, right = env.reset([0, 1], [5, 6]), twin.reset([0, 1], [5, 6])
     assert not env.is_shared and pool.replaced == 2
     np.testing.assert_array_equal(seen["state"], right["state"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envs import client
+from envs import remote
 from envs.base import EnvError, EnvSettings, VectorEnv, episode_seed
 from envs.client import RemotePool
 from envs.launch import ServerProcess
@@ -29,7 +29,7 @@ def address(tmp_path: Path) -> str:
 @pytest.fixture
 def by_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything goes through the server, as from another machine."""
-    monkeypatch.setattr(client, "map_shared", lambda *_: None)
+    monkeypatch.setattr(remote, "map_shared", lambda *_: None)
 
 
 @pytest.fixture
