@@ -225,6 +225,12 @@ def batches_of(word: str, given: str) -> list[int]:
     return numbers(given or ("1,8" if word.partition("/")[0] in SUITES else "1,8,64"))
 
 
+def ways_of(word: str, batch: int, given: str) -> tuple[str, ...]:
+    """Eight envs of LIBERO take 5 GB, which few machines have four times over."""
+    few = word.partition("/")[0] in SUITES and batch > 2
+    return tuple((given or ("pool,ipc" if few else ",".join(WAYS))).split(","))
+
+
 def numbers(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
 
@@ -236,7 +242,9 @@ def main(
     batches: Annotated[str, typer.Option(help="numbers of envs; default: 1,8,64, of LIBERO 1,8")] = "",
     chunks: Annotated[str, typer.Option(help="actions in a chunk")] = "1,8",
     processes: Annotated[int, typer.Option(help="env processes of each contestant")] = 2,
-    ways: Annotated[str, typer.Option(help="contestants, the pool first; fewer take less memory")] = ",".join(WAYS),
+    ways: Annotated[
+        str, typer.Option(help="contestants, the pool first; default: all, of many LIBERO envs pool,ipc")
+    ] = "",
     rounds: Annotated[int, typer.Option(help="measurements of each contestant")] = 5,
     seconds: Annotated[float, typer.Option(help="of one measurement, at least one chunk")] = 0.3,
     mesh_detail: Annotated[float, typer.Option(help="of ManiSkill's pictures, in metres (env.mesh_detail)")] = 0.01,
@@ -249,17 +257,17 @@ def main(
     start, console = time.monotonic(), Console(width=140)
     rows = [(word, batch, chunk) for word in env for batch in batches_of(word, batches) for chunk in numbers(chunks)]
     table = Table(title="milliseconds of a chunk step (and throughput, the pool's being 1)")
-    contestants = ways.split(",")
+    contestants = ways.split(",") if ways else list(WAYS)
     if contestants[0] != "pool" or not set(contestants) <= WAYS.keys():
         raise typer.BadParameter(f"--ways {ways}: expected pool, and any of {', '.join(WAYS)} after it")
     for column in ("env", "envs", "chunk", *(WAYS[way] for way in contestants)):
         table.add_column(column, justify="left" if column == "env" else "right")
     done = 0
-    for word, rows_of_one in itertools.groupby(rows, key=lambda row: row[0]):
-        with closing(Contest(word, mesh_detail, processes, contestants)) as contest:
+    for (word, here), rows_of_one in itertools.groupby(rows, key=lambda row: (row[0], ways_of(*row[:2], ways))):
+        with closing(Contest(word, mesh_detail, processes, list(here))) as contest:
             for _, batch, chunk in rows_of_one:
                 cells = contest.row(batch, chunk, rounds, seconds)
-                table.add_row(word, str(batch), str(chunk), *cells)
+                table.add_row(word, str(batch), str(chunk), *cells, *["–"] * (len(contestants) - len(cells)))
                 done += 1
                 progress = f"{done}/{len(rows)} rows, {time.monotonic() - start:.0f} s"
                 console.print(f"{progress}: {word}, {batch} envs, chunk {chunk}: " + ", ".join(cells), highlight=False)
