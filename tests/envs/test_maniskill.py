@@ -156,6 +156,7 @@ def test_killed_process_costs_its_envs_one_chunk(no_vulkan_pool: EnvPool) -> Non
     for each in (env, twin):
         each.reset()
     actions = random_actions(env, 3, 1)
+    os.kill(no_vulkan_pool.pids[0], signal.SIGSTOP)  # else it may be done before it is killed
     env.chunk_step_async(actions[0])
     os.kill(no_vulkan_pool.pids[0], signal.SIGKILL)
     result = env.chunk_step_wait()
