@@ -56,7 +56,10 @@ class Doorbell:
 
 
 class Doorbells:
-    """The trainer's end. Raises OSError where the places are not on this host, or not this user's."""
+    """The trainer's end. Raises OSError where the places are not on this host, or not this user's.
+
+    Raises TypeError and ValueError for what are no places.
+    """
 
     def __init__(self, places: Sequence[Sequence[Any]]) -> None:
         self.places = places

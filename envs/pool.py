@@ -149,9 +149,14 @@ class PooledVectorEnv(VectorEnv):
         env_ids: Integers | None = None,
         seeds: Integers | None = None,
         init_state_ids: Integers | None = None,
+        numbers: Integers | None = None,
     ) -> Observation:
+        """`numbers`: of episodes that each of them had begun, where this is not the first try."""
         self._refuse_in_flight("reset")
         wanted = check_rows(self.num_envs, env_ids, seeds, init_state_ids)
+        before = self.buffers.episode_number.copy()
+        if numbers is not None:
+            before[wanted] = numbers
         for number in self.used:
             share = self.shares[number]
             chosen = [i for i, row in enumerate(wanted) if share.start <= row < share.stop]
@@ -159,7 +164,8 @@ class PooledVectorEnv(VectorEnv):
             if rows:
                 own_seeds = None if seeds is None else [int(seeds[i]) for i in chosen]
                 own_init_states = None if init_state_ids is None else [int(init_state_ids[i]) for i in chosen]
-                self._ask(number, "reset", rows, own_seeds, own_init_states)
+                own_numbers = before[self.shares[number]][rows].tolist()
+                self._ask(number, "reset", rows, own_seeds, own_init_states, own_numbers)
         self._collect()
         self._lost[wanted] = False
         return self.observation()
@@ -276,10 +282,12 @@ class PooledVectorEnv(VectorEnv):
         before, self._chunks[number] = self._chunks[number], int(rows.chunks.max(initial=0))
         if self._chunks[number] > before:  # whoever began them
             self.failures[number] = 0
-        is_asked, self._asked[number] = self._asked[number] is not None, None
-        self.failures[number] += is_asked
+        asked, self._asked[number] = self._asked[number], None
+        self.failures[number] += asked is not None
         running = rows.began | rows.running
-        in_flight = is_asked or rows.began.any()
+        if asked is not None and asked[0] == "reset":
+            running[asked[1]] = False  # they are to begin others, and it is repeated
+        in_flight = asked is not None or rows.began.any()
         rows.began[:] = False  # first, so that who finds it as it was has read nothing of what follows
         if in_flight:  # else the trainer may not have read the last chunk's outcome yet
             rows.clear()
@@ -320,9 +328,10 @@ class PooledVectorEnv(VectorEnv):
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         process.send("attach", self.key, path, spec, self.num_envs, self.args.chunk, share.start, share.stop)
         self._bells[number] = process.receive(self.key, START_TIMEOUT_S)
-        begun = np.flatnonzero(self.buffers.episode_number[share]).tolist()
+        numbers = self.buffers.episode_number[share]
+        begun = np.flatnonzero(numbers).tolist()
         if begun and self.args.auto_reset:
-            process.send("reset", self.key, begun, None, None)
+            process.send("reset", self.key, begun, None, None, numbers[begun].tolist())
             process.receive(self.key, START_TIMEOUT_S)
 
     def _allocate(self, spec: EnvSpec) -> None:

@@ -6,7 +6,7 @@ with the number of the last one that began so has its outcome for an answer:
 
     ("make", set, VectorArgs)       -> EnvSpec
     ("attach", set, path, spec, num_envs, chunk, first, last)   -> where the set's doorbell is
-    ("reset", set, rows, seeds, init_state_ids)
+    ("reset", set, rows, seeds, init_state_ids, numbers)    numbers: of episodes begun before, so that it can be repeated
     ("chunk", set, number)          -> (episodes, start, end, cpu seconds)
     ("state", set), ("restore", set, state), ("close", set)
     ("render", settings, episodes)
@@ -58,8 +58,16 @@ class EnvProcess:
         self.poller.register(bell.descriptor, select.POLLIN)
         return bell.place
 
-    def reset(self, key: int, rows: Sequence[int], seeds: Sequence[int] | None, init_ids: Sequence[int] | None) -> None:
-        self.sets[key].reset(rows, seeds, init_ids)
+    def reset(
+        self,
+        key: int,
+        rows: Sequence[int],
+        seeds: Sequence[int] | None,
+        init_state_ids: Sequence[int] | None,
+        numbers: Sequence[int],
+    ) -> None:
+        self.sets[key].buffers.episode_number[rows] = numbers
+        self.sets[key].reset(rows, seeds, init_state_ids)
 
     def chunk(self, key: int) -> tuple[list[Episode], float, float, float]:
         """The processor seconds include those that went into the last answer and this command."""

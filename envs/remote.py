@@ -61,7 +61,8 @@ class RemoteVectorEnv(VectorEnv):
         self._refuse_in_flight("reset")
         rows = check_rows(self.num_envs, env_ids, seeds, init_state_ids)
         given = [None if ids is None else [int(one) for one in ids] for ids in (seeds, init_state_ids)]
-        self._ask("reset", rows=rows, seeds=given[0], init_state_ids=given[1])
+        numbers = self.buffers.episode_number[rows].tolist()  # so that it can be repeated
+        self._ask("reset", rows=rows, seeds=given[0], init_state_ids=given[1], numbers=numbers)
         self._lost[rows] = False
         self._running |= self.buffers.running
         return self.observation()
@@ -159,7 +160,7 @@ class RemoteVectorEnv(VectorEnv):
             self._bells.close()
             self._bells = None
         if places and self._bells is None:
-            with suppress(OSError):  # a process that is gone again; the next chunk tells
+            with suppress(OSError, TypeError, ValueError):  # a process is gone again; or they are no such places
                 self._bells = Doorbells(places)
 
     def _ask_for_chunk(self) -> None:

@@ -130,7 +130,7 @@ class Work:
         return {"value": {**value, "spans": spans, "doorbells": env.doorbells}}
 
     def reset(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._set(request).reset(request["rows"], request["seeds"], request["init_state_ids"])
+        self._set(request).reset(*(request[name] for name in ("rows", "seeds", "init_state_ids", "numbers")))
         return {"value": None}
 
     def state(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from served import Start, actions, assert_equal, connect, wait_until
+from served import TOY, Start, actions, assert_equal, connect, wait_until
 
 from envs import doorbell, remote, session
 from envs.base import EnvSettings
@@ -294,6 +294,17 @@ def test_a_place_that_is_no_pipe_is_not_opened(tmp_path: Path) -> None:
             Doorbells([[0, *place]])
     bell.close()
     assert victim.read_text() == "as it was"
+
+
+def test_places_that_are_none_leave_the_server_to_be_asked(served: tuple[EnvServer, RemotePool]) -> None:
+    _, pool = served
+    env = pool.vector_env(TOY, range(2))
+    env.reset()
+    assert env.chunk_step(actions(env, 1)).valid.all()
+    for places in ([[0]], [["a"] * 6], [[0, None, 3, "pipe:[1]", 4, "pipe:[1]"]], [[0, 1, 2, 3, 4, 5]], [7]):
+        env.listen(places)
+        assert env.chunk_step(actions(env, 1)).valid.all()
+    env.close()
 
 
 def test_answers_to_chunks_that_the_server_was_asked_for_are_passed_over() -> None:

@@ -157,6 +157,23 @@ def test_command_during_which_a_process_dies_is_repeated(
     assert_rows_equal(*results, slice(0, 4))
 
 
+@pytest.mark.parametrize("auto_reset", [True, False])
+def test_a_repeated_reset_uses_up_no_seed_and_loses_nothing(
+    make_pool: Callable[..., EnvPool], faulty: EnvSettings, tmp_path: Path, auto_reset: bool
+) -> None:
+    """Envs of a GRPO group have to begin the same episodes."""
+    env = make_pool().vector_env(faulty, range(4), group_size=4, auto_reset=auto_reset)
+    twin = make_pool().vector_env(TOY, range(4), group_size=4, auto_reset=auto_reset)
+    for _ in range(2):
+        (tmp_path / "reset").write_text("once kill")
+        states = env.reset()["state"]
+        assert (states == states[0]).all()
+        np.testing.assert_array_equal(states, twin.reset()["state"])
+        assert_rows_equal(*(each.chunk_step(actions_for(each, 1)) for each in (env, twin)), slice(0, 4))
+    assert (env.pool.replaced, env.pool.lost_episodes) == (2, 0)
+    assert [slot["number"] for slot in env.state()] == [slot["number"] for slot in twin.state()]
+
+
 def test_partial_reset_forgives_only_the_envs_it_resets(make_pool: Callable[..., EnvPool]) -> None:
     pool = make_pool(processes=1)
     env, other = pool.vector_env(TOY, range(2), auto_reset=False), pool.vector_env(TOY, [9])

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import subprocess
 import sys
 import time
@@ -81,6 +82,35 @@ def test_a_server_that_is_killed_and_restarted_costs_the_running_episodes_and_no
     assert after.valid.all() and not after.lost.any()
     assert [slot["number"] for slot in going.state()] == [2, 2]
     pool.close()
+
+
+@pytest.mark.parametrize("auto_reset", [True, False])
+def test_a_reset_during_which_the_server_is_killed_uses_up_no_seed(
+    serve: Serve, address: str, auto_reset: bool
+) -> None:
+    server = serve()
+    pool = RemotePool(address, "toy:Toy", "Toy", timeout_s=60)
+    env = pool.vector_env(TOY, [0, 1], seed=1, auto_reset=auto_reset)
+    env.reset()
+    env.chunk_step(actions(env))
+
+    def restart() -> None:
+        server.popen.kill()
+        server.popen.wait()
+        serve()
+
+    os.kill(server.popen.pid, signal.SIGSTOP)
+    accident = threading.Timer(0.5, restart)
+    accident.start()
+    states = env.reset()["state"]
+    accident.join()
+    twin = RemotePool(address, "toy:Toy", "Toy", timeout_s=60)
+    other = twin.vector_env(TOY, [0, 1])
+    np.testing.assert_array_equal(states, other.reset(seeds=[episode_seed(1, env_id, 1) for env_id in (0, 1)])["state"])
+    assert [slot["number"] for slot in env.state()] == [2, 2]
+    assert env.chunk_step(actions(env)).valid.all()
+    pool.close()
+    twin.close()
 
 
 @pytest.mark.usefixtures("by_the_wire")
