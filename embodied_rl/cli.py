@@ -111,9 +111,9 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="RUN|CHECKPOINT|POLICY|RECIPE",
-            help="A run directory (its best checkpoint is taken) or a checkpoint directory. With --suite: an OpenVLA "
-            "checkpoint directory, a preset such as openvla-tiny, expert or random. With --benchmark: a recipe or a "
-            "run directory, then keys to override.",
+            help="A run directory (its best checkpoint is taken) or a checkpoint directory. With --suite: a run "
+            "or checkpoint directory of OpenVLA, a preset such as openvla-tiny, expert or random. With --benchmark: a "
+            "recipe or a run directory, then keys to override.",
             show_default=False,
         ),
     ] = None,

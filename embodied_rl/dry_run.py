@@ -190,7 +190,8 @@ def gpu_line(config: Config, vla: VLA, count: int) -> str:
     else:
         fit = f"do not fit: try policy.{vla.kind}.lora_rank, gradient_checkpointing, or a smaller algorithm.micro_batch"
     device = "1 GPU " if count == 1 else f"{count} GPUs"
-    seconds = f"acting {found['acting']:.3g} s and learning {found['learning']:.3g} s an iteration, besides simulation"
+    times = [f"{found[name]:.3g} s" if found[name] >= 0.1 else "under 0.1 s" for name in ("acting", "learning")]
+    seconds = f"acting {times[0]} and learning {times[1]} an iteration, besides simulation"
     return f"{device}  actor {actor:.1f} GB and rollout {rollout:.1f} GB {fit}; {seconds}"
 
 

@@ -131,6 +131,10 @@ def _policy_faults(policy: str) -> list[Fault]:
     from policies.openvla.presets import PRESETS, missing_weights
 
     presets = [name for name in (*PRESETS, *openvla_oft.PRESETS) if not missing_weights(name)]
+    if Path(policy, "checkpoints").is_dir():
+        lacking = "the run has written no `pretrained`, as a run of an OpenVLA policy does at its end"
+        other = f"without --suite its checkpoints are evaluated in its own env: embodied-rl eval {policy}"
+        return [Fault("policy", policy, lacking, other)]
     try:
         problem = missing_weights(policy)
         (openvla_oft if policy in openvla_oft.PRESETS else openvla).read_config(policy)

@@ -6,7 +6,7 @@ with the number of the last one that began so has its outcome for an answer:
 
     ("make", set, VectorArgs)       -> EnvSpec
     ("attach", set, path, spec, num_envs, chunk, first, last)   -> where the set's doorbell is
-    ("reset", set, rows, seeds, init_state_ids, numbers)    numbers: of episodes begun before, so that it can be repeated
+    ("reset", set, rows, seeds, init_state_ids, numbers)   numbers: of episodes begun before, to be able to repeat it
     ("chunk", set, number)          -> (episodes, start, end, cpu seconds)
     ("state", set), ("restore", set, state), ("close", set)
     ("render", settings, episodes)

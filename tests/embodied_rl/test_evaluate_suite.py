@@ -169,6 +169,12 @@ def test_wrong_input_is_told_before_anything_starts(changes: dict, key: str, say
     assert fault.key == key and says in f"{fault.problem} {fault.hint}"
 
 
+def test_a_run_that_has_exported_nothing_is_refused_by_that_name(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (fault,) = suite_faults(dataclasses.replace(RUN, policy=str(tmp_path / "run")), tmp_path / "out")
+    assert "no `pretrained`" in fault.problem and f"embodied-rl eval {tmp_path / 'run'}" in fault.hint
+
+
 def test_results_are_not_written_over(toy: Path, tmp_path: Path) -> None:
     evaluate_suites(RUN, tmp_path, "again")
     (fault,) = suite_faults(RUN, tmp_path)

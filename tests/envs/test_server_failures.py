@@ -2,9 +2,9 @@
 
 import os
 import signal
-import threading
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
