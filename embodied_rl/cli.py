@@ -183,19 +183,22 @@ def evaluate(
         from embodied_rl.faults import Fault
         from embodied_rl.kinds import kind_of
         from embodied_rl.preflight import environment_faults
+        from embodied_rl.runs import checkpoint_at
 
         chosen, *rest = words or [named_policy or ""]
         if not chosen:
             fault = Fault("policy", None, "no policy was named", "name a run, a checkpoint, a recipe, expert or random")
-            _refuse([fault], "evaluation")
+            _refuse([fault], "the evaluation")
         kind = None if suite else kind_of(chosen)
         if kind is not None and benchmark is not None:
             raise typer.Exit(kind.evaluate([chosen, *rest], benchmark, samples, temperature, out))
         if kind is not None:
-            _refuse([Fault("--benchmark", None, "a language model is evaluated on one", "name a file")], "evaluation")
+            _refuse(
+                [Fault("--benchmark", None, "a language model is evaluated on one", "name a file")], "the evaluation"
+            )
         if benchmark is not None or rest:
             problem = "only language models are evaluated on a benchmark, and with overrides"
-            _refuse([Fault("policy", chosen, problem, "see `embodied-rl recipes`")], "evaluation")
+            _refuse([Fault("policy", chosen, problem, "see `embodied-rl recipes`")], "the evaluation")
         if suite is not None:
             from embodied_rl.evaluate_suite import evaluate_from_options
 
@@ -203,10 +206,9 @@ def evaluate(
             options |= {"videos": videos, "stochastic": stochastic, "resume": resume, "wandb": wandb}
             command = shlex.join(["embodied-rl", *sys.argv[1:], *([] if resume else ["--resume"])])
             raise typer.Exit(evaluate_from_options(chosen, suite, out, command, options))
-        checkpoint = _find_checkpoint(Path(chosen))
-        config = _stored_config(checkpoint)
-        if faults := environment_faults(config, dry_run=False):
-            _refuse(faults, "evaluation")
+        checkpoint, config, faults = checkpoint_at(Path(chosen))
+        if faults := faults or environment_faults(config, dry_run=False):
+            _refuse(faults, "the evaluation")
         from embodied_rl.evaluate import evaluate_checkpoint
 
         parent = checkpoint.absolute().parent
@@ -344,16 +346,17 @@ def report(
     """Write report.html of a run."""
     with _interruptible():
         from embodied_rl.report import write_curve, write_report
+        from embodied_rl.runs import not_a_run
 
         if not (run / "metrics.jsonl").is_file():
-            _refuse([_not_a_run(run, "has no metrics.jsonl")], "the report")
+            _refuse([not_a_run(run, "has no metrics.jsonl")], "the report")
         try:
             typer.echo(write_report(run))
             if curve is not None:
                 write_curve([run], curve)
                 typer.echo(curve)
         except ValueError as error:
-            _refuse([_not_a_run(run, str(error))], "the report")
+            _refuse([not_a_run(run, str(error))], "the report")
 
 
 @app.command()
@@ -461,48 +464,3 @@ def _refuse(faults: Sequence[Fault], action: str) -> NoReturn:
 
     print_faults(faults, action)
     raise typer.Exit(2)
-
-
-def _find_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or the best of the run there, or its newest sound one; refuses with what is wrong."""
-    from embodied_rl.checkpoint import best_checkpoint, latest_checkpoint, problems
-    from embodied_rl.faults import Fault
-
-    if (path / "checkpoints").is_dir():
-        best = best_checkpoint(path)
-        if best is not None and not problems(best):
-            return best
-        checkpoint, skipped = latest_checkpoint(path)
-        for warning in skipped:
-            typer.echo(warning, err=True)
-        if checkpoint is None:
-            _refuse([Fault("run", str(path), "no usable checkpoint", "")], "evaluation")
-        return checkpoint
-    if not path.is_dir():
-        _refuse([_not_a_run(path, "no such directory")], "evaluation")
-    if wrong := problems(path):
-        _refuse([Fault("checkpoint", str(path), problem) for problem in wrong], "evaluation")
-    return path
-
-
-def _stored_config(checkpoint: Path) -> Config:
-    from pydantic import ValidationError
-
-    from embodied_rl.checkpoint import read_manifest
-    from embodied_rl.config import Config
-    from embodied_rl.faults import Fault
-
-    try:
-        return Config.model_validate(read_manifest(checkpoint).config)
-    except ValidationError as error:
-        keys = ", ".join(".".join(map(str, detail["loc"])) for detail in error.errors())
-        problem = f"its configuration is not one of this version: {keys}"
-        _refuse([Fault("checkpoint", str(checkpoint), problem, "use the version that wrote it")], "evaluation")
-
-
-def _not_a_run(path: Path, problem: str) -> Fault:
-    from embodied_rl.faults import Fault
-    from embodied_rl.runs import runs_in
-
-    known = [str(run) for run in runs_in(path.parent)][:5]
-    return Fault("run", str(path), problem, f"runs: {', '.join(known)}" if known else "")

@@ -68,18 +68,24 @@ def serve_policy(
     """
     import asyncio
 
-    from embodied_rl.checkpoint import best_checkpoint, latest_checkpoint
+    from embodied_rl.faults import Fault, print_faults
+    from embodied_rl.kinds import kind_of
     from embodied_rl.policy_server import ServedPolicy, run_policy_server
+    from embodied_rl.runs import checkpoint_at
     from envs.server import require_safe
     from envs.wire import read_token
 
+    if kind_of(str(run)) is not None:
+        faults = [Fault("run", str(run), "it trains a language model; served are policies that act in envs")]
+    else:
+        checkpoint, _, faults = checkpoint_at(run)
+    if faults:
+        print_faults(faults, "the server")
+        raise typer.Exit(2)
     host, _, port = bind.rpartition(":")
     try:
         token = read_token(str(token_file)) if token_file else None
         require_safe(f"tcp://{bind}", token)
-        checkpoint = (best_checkpoint(run) or latest_checkpoint(run)[0]) if (run / "checkpoints").is_dir() else run
-        if checkpoint is None:
-            raise ValueError(f"{run} has no usable checkpoint")
         policy = ServedPolicy(checkpoint)
         say = lambda port: typer.echo(f"serving {checkpoint} on ws://{host}:{port}")  # noqa: E731
         asyncio.run(run_policy_server(policy, host, int(port), token, say))

@@ -1,12 +1,19 @@
-"""Which directory a run writes to: new runs never touch an old one, resumed ones find theirs."""
+"""Which directory a run writes to, and what is taken from it later: new runs never touch an old one, resumed ones find
+theirs."""
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from embodied_rl.checkpoint import best_checkpoint, latest_checkpoint, problems, read_manifest
 from embodied_rl.config import Config
 from embodied_rl.faults import Fault
+
+logger = logging.getLogger(__name__)
 
 
 def choose_run_dir(config: Config, recipe_name: str, resume: bool | str) -> tuple[Path, list[Fault]]:
@@ -38,6 +45,36 @@ def runs_in(root: Path) -> list[Path]:
     """Directories under `root` that hold a run with checkpoints, most recent first."""
     found = [path.parent for path in root.glob("*/checkpoints") if any(path.glob("step_*"))]
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def checkpoint_at(path: Path) -> tuple[Path, Config, list[Fault]]:
+    """The checkpoint at `path`, or the best of the run there, or its newest sound one, and the configuration that it
+    was written with; or what is wrong."""
+    found, faults = path, []
+    if (path / "checkpoints").is_dir():
+        best = best_checkpoint(path)
+        usable, skipped = (best, []) if best is not None and not problems(best) else latest_checkpoint(path)
+        for warning in skipped:
+            logger.warning(warning)
+        found, faults = usable or path, [] if usable else [Fault("run", str(path), "no usable checkpoint")]
+    elif not path.is_dir():
+        faults = [not_a_run(path, "no such directory")]
+    else:
+        faults = [Fault("checkpoint", str(path), problem) for problem in problems(path)]
+    if faults:
+        return found, Config(), faults
+    try:
+        return found, Config.model_validate(read_manifest(found).config), []
+    except ValidationError as error:
+        keys = ", ".join(".".join(map(str, detail["loc"])) for detail in error.errors())
+        problem = f"its configuration is not one of this version: {keys}"
+        return found, Config(), [Fault("checkpoint", str(found), problem, "use the version that wrote it")]
+
+
+def not_a_run(path: Path, problem: str) -> Fault:
+    """`path` was taken for a run."""
+    known = [str(run) for run in runs_in(path.parent)][:5]
+    return Fault("run", str(path), problem, f"runs: {', '.join(known)}" if known else "")
 
 
 def _family(path: Path) -> list[Path]:

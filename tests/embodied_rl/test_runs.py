@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from embodied_rl.checkpoint import mark_best, save_checkpoint
+from embodied_rl.cli import app
 from embodied_rl.config import Config
-from embodied_rl.runs import choose_run_dir, runs_in
+from embodied_rl.runs import checkpoint_at, choose_run_dir, runs_in
 
 
 def make_runs(root: Path, *names: str) -> None:
@@ -67,3 +71,40 @@ def test_runs_are_listed_if_they_have_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "b/checkpoints/step_000001").mkdir(parents=True)
     assert runs_in(tmp_path) == [tmp_path / "b"]
     assert runs_in(tmp_path / "none") == []
+
+
+def save(run: Path, step: int, config: dict) -> Path:
+    return save_checkpoint(run, step, {"policy": {"weight": torch.ones(2)}}, {}, config, keep=9)
+
+
+def test_of_a_run_its_best_checkpoint_is_used_and_else_its_newest_sound_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, third = (save(tmp_path, step, Config(seed=step).model_dump()) for step in (1, 2, 3))
+    mark_best(tmp_path, 1)
+    assert [checkpoint_at(path)[:2] for path in (tmp_path, second)] == [
+        (first, Config(seed=1)),
+        (second, Config(seed=2)),
+    ]
+    for damaged in (first, third):
+        (damaged / "policy.safetensors").write_bytes(b"")
+    found, config, faults = checkpoint_at(tmp_path)
+    assert (found, config.seed, faults) == (second, 2, [])
+    assert f"skipped {third}" in caplog.text
+
+
+@pytest.mark.parametrize("command", ["eval", "serve-policy"])
+def test_what_is_no_checkpoint_is_refused_by_every_command_that_needs_one(tmp_path: Path, command: str) -> None:
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "folder").mkdir()
+    later = save(tmp_path / "later", 1, {"algorithm": {"kind": "of tomorrow"}})
+    for path, says in (
+        (tmp_path / "nowhere", "no such directory"),
+        (tmp_path / "empty", "no usable checkpoint"),
+        (tmp_path / "folder", "no manifest.json"),
+        (later, "its configuration is not one of this version: algorithm.kind"),
+    ):
+        told = CliRunner().invoke(app, [command, str(path)])
+        assert told.exit_code == 2 and says in told.stderr, told.output
+    told = CliRunner().invoke(app, [command, "tiny_addition"])
+    assert told.exit_code == 2 and "a language model" in told.stderr
