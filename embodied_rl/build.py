@@ -51,7 +51,6 @@ def require_fit(config: Config, spec: EnvSpec) -> None:
     if options is None:
         return
     from embodied_rl.vla import VLA
-    from policies.action_tokens import action_statistics
 
     if spec.action.num_choices is not None:
         raise EnvError(f"OpenVLA's actions are continuous, and {env} has {spec.action.num_choices} choices")
@@ -61,12 +60,13 @@ def require_fit(config: Config, spec: EnvSpec) -> None:
             raise EnvError(f"policy.{kind}.{key} has camera {last}, and {env} has {views} cameras, from 0 on")
     if config.sft.data is not None:  # then the statistics are those of the demonstrations
         return
-    statistics = VLA.of(config.policy).read_config(spec.action.size, spec.state_size or 0).norm_stats
+    vla = VLA.of(config.policy)
+    norm_stats = vla.read_config(spec.action.size, spec.state_size or 0).norm_stats
     sizes = {"action": ("actions", spec.action.size, "env.control_mode or env.fixed_actions")}
     if getattr(options, "proprioception", False):
         sizes["proprio"] = ("states", spec.state_size or 0, "env.id")
     for of, (what, size, others) in sizes.items():
-        given = len(action_statistics(statistics, options.unnorm_key, of=of).low)
+        given = len(vla.settings.statistics(norm_stats, of).low)
         if given != size:
             raise EnvError(
                 f"the {what} of {options.checkpoint} have {given} dimensions, those of {env} {size}; choose another "

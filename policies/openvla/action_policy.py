@@ -21,7 +21,6 @@ from torch import Tensor
 from policies.action_tokens import (
     ActionStatistics,
     ActionTokens,
-    action_statistics,
     gripper_as_trained,
     gripper_command,
 )
@@ -100,7 +99,7 @@ class ActionTokenPolicy(Policy):
         Raises:
             UnknownStatistics: the checkpoint has no such data set, or several and none was named.
         """
-        return action_statistics(self.config.norm_stats, self.settings.unnorm_key)
+        return self.settings.statistics(self.config.norm_stats)
 
     # ------------------------------------------------------------------------------------------ contract
 

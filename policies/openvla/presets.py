@@ -77,8 +77,14 @@ def preset_config(name: str, action_size: int = 7) -> OpenVLAConfig:
         size = len(_vocabulary()[0])
         text = {**config["text_config"], "vocab_size": size + config["pad_to_multiple_of"]}
         config = {**config, "pad_token_id": size, "text_config": text}
-    action = {"q01": [-1.0] * action_size, "q99": [1.0] * action_size, "mask": [True] * action_size}
+    action = {**unit_statistics(action_size), "mask": [True] * action_size}
     return OpenVLAConfig.from_dict({**config, "norm_stats": {name: {"action": action}}}, name)
+
+
+def unit_statistics(size: int) -> dict[str, list[float]]:
+    """Of so many dimensions that fill [-1, 1]."""
+    low, high = [-1.0] * size, [1.0] * size
+    return {"q01": low, "q99": high, "min": low, "max": high}
 
 
 def preset_tokenizer() -> Tokenizer:

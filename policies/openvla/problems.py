@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from policies.action_tokens import UnknownStatistics, action_statistics
+from policies.action_tokens import UnknownStatistics
 from policies.openvla.checkpoint import CheckpointError, check_weights
 from policies.openvla.config import ConfigError, OpenVLAConfig
 from policies.openvla.model import OpenVLA
@@ -75,7 +75,7 @@ def shared_checks(
     alone = settings.reuse_features and settings.lora is None and settings.adapter is None
     return [
         ("tokenizer", tokenizer),
-        ("unnorm_key", lambda: action_statistics(config.norm_stats, settings.unnorm_key)),
+        ("unnorm_key", lambda: settings.statistics(config.norm_stats)),
         ("checkpoint", weights),
         *([("lora", training(adapter=None))] if settings.lora else []),
         *([("adapter", training(lora=None))] if settings.adapter else []),

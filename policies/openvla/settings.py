@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 
-from policies.action_tokens import Gripper
+from policies.action_tokens import ActionStatistics, Gripper, action_statistics
 from policies.lora import LoRASettings
 from policies.openvla.config import read_json_object
 from policies.openvla.llama import Attention
@@ -95,6 +95,10 @@ class OpenVLASettings:
     def torch_dtype(self) -> torch.dtype | None:
         """`dtype` as PyTorch's."""
         return None if self.dtype is None else getattr(torch, self.dtype)
+
+    def statistics(self, norm_stats: dict[str, Any], of: str = "action") -> ActionStatistics:
+        """Those that apply, of a checkpoint's; see `action_statistics` for the arguments and errors."""
+        return action_statistics(norm_stats, self.unnorm_key, of=of)
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:

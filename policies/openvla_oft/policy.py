@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from policies.action_tokens import ActionStatistics, action_statistics
+from policies.action_tokens import ActionStatistics
 from policies.base import Observation, PolicyOutput, PolicySettings
 from policies.lora import merged_state_dict
 from policies.noise import SlotNoise
@@ -22,7 +22,7 @@ from policies.openvla.action_policy import ActionTokenPolicy, load_network, prep
 from policies.openvla.checkpoint import save_checkpoint
 from policies.openvla.config import OpenVLAConfig
 from policies.openvla.model import Context
-from policies.openvla.presets import preset_config
+from policies.openvla.presets import preset_config, unit_statistics
 from policies.openvla.processor import Processor
 from policies.openvla_oft.checkpoint import load_side_files, save_side_files, split_state
 from policies.openvla_oft.model import OpenVLAOFT
@@ -67,10 +67,7 @@ def read_config(
     name = str(checkpoint)
     if name in PRESETS:
         config = preset_config(PRESETS[name], action_size)
-        statistics = {
-            **config.norm_stats[PRESETS[name]],
-            "proprio": {"q01": [-1.0] * state_size, "q99": [1.0] * state_size},
-        }
+        statistics = {**config.norm_stats[PRESETS[name]], "proprio": unit_statistics(state_size)}
         return replace(config, norm_stats={name: statistics})
     directory = Path(checkpoint)
     if not directory.is_dir():
@@ -180,7 +177,7 @@ class OpenVLAOFTPolicy(ActionTokenPolicy):
         return torch.where(mask, scaled, state.double()).clamp(-1, 1).to(self._like)
 
     def _statistics(self, of: str) -> ActionStatistics:
-        return action_statistics(self.config.norm_stats, self.settings.unnorm_key, self.settings.bounds, of)
+        return self.settings.statistics(self.config.norm_stats, of)
 
     def _require_tokens(self) -> None:
         if self.settings.head != "tokens":
@@ -228,7 +225,7 @@ def make_critic(config: OpenVLAConfig, settings: OpenVLAOFTSettings) -> ValueHea
 
 def module_sizes(config: OpenVLAConfig, settings: OpenVLAOFTSettings) -> tuple[int, int]:
     """Sizes of actions and states, where a module depends on them. Raises UnknownStatistics."""
-    size = lambda of: len(action_statistics(config.norm_stats, settings.unnorm_key, settings.bounds, of).low)  # noqa: E731
+    size = lambda of: len(settings.statistics(config.norm_stats, of).low)  # noqa: E731
     return size("action") if settings.head == "l1" else 0, size("proprio") if settings.proprioception else 0
 
 

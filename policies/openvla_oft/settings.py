@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from policies.action_tokens import OFT_EPSILON, Bounds
+from policies.action_tokens import OFT_EPSILON, ActionStatistics, Bounds, action_statistics
 from policies.openvla.settings import OpenVLASettings, require
 
 Head = Literal["tokens", "l1"]
@@ -54,6 +54,9 @@ class OpenVLAOFTSettings(OpenVLASettings):
         require("value_of", self.value_of, get_args(ValueOf))
         if self.chunk < 1:
             raise ValueError(f"chunk is {self.chunk}; expected at least 1")
+
+    def statistics(self, norm_stats: dict[str, Any], of: str = "action") -> ActionStatistics:
+        return action_statistics(norm_stats, self.unnorm_key, self.bounds, of)
 
     @property
     def views(self) -> tuple[int, ...]:

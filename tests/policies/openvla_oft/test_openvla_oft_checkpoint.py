@@ -162,6 +162,18 @@ def test_a_head_for_another_number_of_dimensions_is_refused(directory: Path) -> 
         openvla_oft.load(directory, head="l1")
 
 
+def test_of_extremes_no_quantiles_are_needed(directory: Path) -> None:
+    statistics = json.loads((directory / "dataset_statistics.json").read_text())
+    for of in statistics[LIBERO].values():
+        if isinstance(of, dict):
+            of.pop("q01")
+    (directory / "dataset_statistics.json").write_text(json.dumps(statistics))
+    told = lambda bounds: dict(  # noqa: E731
+        problems(str(directory), OpenVLAOFTSettings(unnorm_key=LIBERO, bounds=bounds, **EVERYTHING))
+    )
+    assert "have no q01" in told("quantiles")["unnorm_key"] and told("extremes") == {}
+
+
 def without_states(directory: Path) -> None:
     """Take the statistics of states away."""
     statistics = json.loads((TINY / "dataset_statistics.json").read_text())
@@ -182,7 +194,7 @@ def test_statistics_that_are_needed_are_named(directory: Path) -> None:
 def test_problems_are_told_without_reading_weights(directory: Path) -> None:
     told = lambda checkpoint, **options: dict(problems(str(checkpoint), OpenVLAOFTSettings(**options)))  # noqa: E731
     assert told(directory, unnorm_key=LIBERO, **EVERYTHING) == {}
-    assert told("openvla-oft-tiny", **EVERYTHING) == {}
+    assert told("openvla-oft-tiny", **EVERYTHING) == told("openvla-oft-tiny", **EVERYTHING, bounds="extremes") == {}
     assert "no directory, and no preset" in told("openvla-oft")["checkpoint"]
     assert "name the data set" in told(directory)["unnorm_key"]
     without_states(directory)
