@@ -10,18 +10,19 @@ from contextlib import contextmanager
 
 @contextmanager
 def reported(resume_command: str | None) -> Iterator[None]:
-    """Print a worker's failure instead of a driver traceback; the block is left, and the caller returns an error.
+    """Print a worker's or Ray's failure instead of a traceback; the block is left, and the caller returns an error.
 
     Args:
         resume_command: printed below the cause, where there is something to resume.
     """
     from envs.base import EnvError
     from scheduler.channel import ChannelTimeout
+    from scheduler.cluster import RayFailed
     from scheduler.worker import WorkerFailed
 
     try:
         yield
-    except (WorkerFailed, EnvError, ChannelTimeout, TimeoutError) as error:
+    except (WorkerFailed, EnvError, RayFailed, ChannelTimeout, TimeoutError) as error:
         print(f"\n{error}", file=sys.stderr)
         if isinstance(error, WorkerFailed):
             print(f"\nThe run ended because {error.worker} {error.summary}.", file=sys.stderr)

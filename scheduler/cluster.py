@@ -8,6 +8,8 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +26,11 @@ from scheduler.worker import Context, Handle, Watch, Worker, WorkerFailed, Worke
 
 Kind = Literal["cpu", "gpu"]
 END_S = 5.0  # how long workers may take to shut down before they are killed
+PROBE_S = 5.0  # how long the head of a cluster may take to accept a connection; Ray itself tries for minutes
+
+
+class RayFailed(Exception):
+    """Ray did not start, or there is none to join."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Device:
 
 
 class Cluster:
-    """A started (or joined) Ray cluster and the channels of one run; a context manager.
+    """A started (or joined) Ray cluster and the channels of one run; a context manager. Raises RayFailed.
 
     Args:
         address: Ray cluster to join; None starts Ray on this machine (RAY_ADDRESS is honoured).
@@ -217,10 +224,20 @@ def _init_ray(address: str | None) -> None:
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address is None and not os.environ.get("RAY_ADDRESS"):
-        ray.init("local", include_dashboard=False, object_store_memory=100 * 2**20, **quiet)
-    else:
-        ray.init(address, **quiet)
+    joined = address or os.environ.get("RAY_ADDRESS")
+    if joined and (place := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", joined)):
+        try:
+            socket.create_connection((place[1], int(place[2])), PROBE_S).close()
+        except (OSError, OverflowError) as error:
+            raise RayFailed(f"no Ray cluster at {joined}: {error}; `ray start --head` starts one there") from None
+    try:
+        if joined:
+            ray.init(address, **quiet)
+        else:
+            ray.init("local", include_dashboard=False, object_store_memory=100 * 2**20, **quiet)
+    except Exception as error:  # Ray has no class of its own for it
+        ray.shutdown()
+        raise RayFailed(f"Ray did not {f'join the cluster at {joined}' if joined else 'start'}: {error}") from error
 
 
 def _devices(nodes: list[dict], cpu_slots: int | None) -> list[Device]:

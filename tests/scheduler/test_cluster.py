@@ -279,3 +279,21 @@ def test_leaving_a_joined_cluster_ends_the_own_workers_only(two_nodes: str) -> N
     assert wait_until(lambda: not psutil.pid_exists(pid))
     with Cluster(two_nodes, cpu_slots=1, timeout_s=SOON) as cluster:
         assert len({device.node for device in cluster.devices}) == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("127.0.0.1:1", "no Ray cluster at 127.0.0.1:1: "),
+        ("ray://127.0.0.1:1", "no Ray cluster at ray://127.0.0.1:1: "),
+        ("nonsense", "Ray did not join the cluster at nonsense: "),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_told_at_once(address: str, says: str) -> None:
+    script = (
+        "from scheduler.cluster import Cluster, RayFailed\n"
+        f"try: Cluster({address!r})\n"
+        "except RayFailed as error: print(error)"
+    )
+    driver = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SOON)
+    assert driver.returncode == 0 and driver.stdout.startswith(says), driver.stderr
