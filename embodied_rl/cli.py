@@ -128,7 +128,15 @@ def evaluate(
     videos: Annotated[
         int | None, typer.Option(min=0, help="Default: the run's evaluation.videos.", show_default=False)
     ] = None,
-    stochastic: Annotated[bool, typer.Option("--stochastic", help="Sample actions instead of the mean.")] = False,
+    stochastic: Annotated[
+        bool | None,
+        typer.Option(
+            "--stochastic/--deterministic",
+            help="Sample actions, or take the likeliest; default: as the run's evaluation.deterministic, or the "
+            "protocol of --suite, has it.",
+            show_default=False,
+        ),
+    ] = None,
     suite: Annotated[
         str | None,
         typer.Option(metavar="SUITE[,SUITE]", help="LIBERO suites to evaluate on, or all.", rich_help_panel=_LIBERO),
@@ -219,7 +227,7 @@ def evaluate(
                 episodes=config.evaluation.final_episodes if episodes is None else episodes,
                 seed=seed,
                 videos=config.evaluation.videos if videos is None else videos,
-                deterministic=not stochastic,
+                deterministic=config.evaluation.deterministic if stochastic is None else not stochastic,
             )
         )
 

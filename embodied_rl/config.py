@@ -87,6 +87,9 @@ class EnvConfig(Section):
     ignore_terminations: bool = Field(
         default=False, description="keep stepping after success or failure, until the horizon"
     )
+    success: Literal["once", "at_end"] = Field(
+        default="once", description="which success is evaluated and compared: at any time in an episode, or at its end"
+    )
     fixed_actions: dict[int, float] = Field(
         default_factory=dict,
         description="action dimension -> value it is held at; the policy does not see it",
@@ -142,6 +145,11 @@ class EnvConfig(Section):
         description="several envs sampled by weight; each has keys of `env`, which hold where it has none",
         json_schema_extra={"expected": "a list such as [{id: PushCube-v1, weight: 2}, {id: PullCube-v1}]"},
     )
+
+    @property
+    def score(self) -> str:
+        """Name of the success that counts, in records and metrics."""
+        return f"success_{self.success}"
 
 
 class OpenVLAConfig(Section):
@@ -251,7 +259,9 @@ class RolloutConfig(Section):
 
 class AlgorithmConfig(Section):
     name: Literal["ppo", "grpo"] = "ppo"
-    gamma: Fraction = Field(default=0.99, description="discount per chunk step")
+    gamma: Fraction = Field(
+        default=0.99, description="discount per chunk step; per env step where each action has a value"
+    )
     lam: Fraction = Field(default=0.95, description="GAE lambda")
     lr: Annotated[float, Field(gt=0)] = 3e-4
     value_lr: Annotated[float, Field(gt=0)] | None = Field(default=None, description="default: lr")
@@ -307,7 +317,7 @@ class AlgorithmConfig(Section):
     @property
     def filters_groups(self) -> bool:
         """Whether groups are dropped."""
-        return (self.filter_low, self.filter_high) != (None, None)
+        return self.name == "grpo" and (self.filter_low, self.filter_high) != (None, None)
 
 
 class SFTConfig(Section):

@@ -167,7 +167,11 @@ def _critic_and_filter(config: Config) -> Iterator[Finding]:
         problem = f"leaves none of the {iterations} iterations to learn in"
         fault = Fault("algorithm.critic_warmup", algorithm.critic_warmup, problem, f"below {iterations}")
         yield ("train.iterations", "algorithm.critic_warmup"), fault
-    if algorithm.filter_rollouts > 1 and not (algorithm.name == "grpo" and algorithm.filters_groups):
+    for name in ("filter_low", "filter_high"):
+        if algorithm.name == "ppo" and (bound := getattr(algorithm, name)) is not None:
+            fault = Fault(f"algorithm.{name}", bound, "PPO compares no groups that could be dropped", "leave it out")
+            yield ("algorithm.name", f"algorithm.{name}"), fault
+    if algorithm.filter_rollouts > 1 and not algorithm.filters_groups:
         problem = "rollouts are repeated to replace the groups that GRPO drops, and none is dropped"
         hint = "nearest valid: 1; or algorithm.filter_low and filter_high"
         keys = ("algorithm.name", "algorithm.filter_rollouts", "algorithm.filter_low", "algorithm.filter_high")

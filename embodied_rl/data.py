@@ -42,7 +42,7 @@ class Trajectories:
         value: [T, n], or [T, n, C] where the policy values each action.
         next_value: [T, n]; V(final observation) where an episode ended, else V(next observation), of its first action.
         reward, terminated, truncated, valid: [T, n, C].
-        success: [T, n] bool; an episode ended here with success at any time.
+        success: [T, n] bool; an episode ended here with success, at any time or at its end, as `env.success` says.
         env_ids: [n].
     """
 

@@ -24,23 +24,26 @@ HOLD_S = 1.5  # how long a video stays on its last frame
 
 
 def evaluation_metrics(
-    episodes: Sequence[Episode], has_success: bool, prefix: str = "eval", by_env: bool = False
+    episodes: Sequence[Episode], score: str, prefix: str = "eval", by_env: bool = False
 ) -> dict[str, float]:
-    """Means over episodes under the names of the metrics files; empty without episodes. `by_env`: success, or else
-    return, of each env too."""
+    """Means over episodes under the names of the metrics files; empty without episodes.
+
+    Args:
+        score: which of them counts, `success_once`, `success_at_end` or `return`, of an env that knows no success.
+        by_env: it, of each env too.
+    """
     if not episodes:
         return {}
     mean = lambda name: sum(float(getattr(episode, name)) for episode in episodes) / len(episodes)  # noqa: E731
     metrics = {f"{prefix}/return": mean("episode_return"), f"{prefix}/episode_length": mean("length")}
-    if has_success:
+    if score != "return":
         metrics |= {
             f"{prefix}/success_once": mean("success_once"),
             f"{prefix}/success_at_end": mean("success_at_end"),
         }
     for env in sorted({episode.env for episode in episodes}) if by_env else ():
-        own = evaluation_metrics([episode for episode in episodes if episode.env == env], has_success, prefix)
-        key = f"{prefix}/{'success_once' if has_success else 'return'}"
-        metrics[f"{key}/{env}"] = own[key]
+        own = evaluation_metrics([episode for episode in episodes if episode.env == env], score, prefix)
+        metrics[f"{prefix}/{score}/{env}"] = own[f"{prefix}/{score}"]
     return metrics
 
 
@@ -59,10 +62,11 @@ def write_record(
         team: whose episodes these are.
         base_seed, deterministic: as `evaluate` of it was given.
     """
-    config, has_success = team.config, team.spec.has_success
-    successes = sum(episode.success_once for episode in episodes)
+    config, has_success, score = team.config, team.spec.has_success, team.score
+    successes = sum(getattr(episode, score) for episode in episodes) if has_success else 0
     record: dict[str, Any] = {
         "n": len(episodes),
+        "score": score,
         "successes": successes if has_success else None,
         "interval_95": wilson_interval(successes, len(episodes)) if has_success else None,
         "seeds": {"first": evaluation_seed(base_seed, 0), "count": len(episodes), "base": base_seed},
@@ -77,7 +81,7 @@ def write_record(
         },
         "episodes": [_episode_record(episode, has_success, bool(config.env.mix)) for episode in episodes],
     }
-    for key, value in evaluation_metrics(episodes, has_success, "", bool(config.env.mix)).items():
+    for key, value in evaluation_metrics(episodes, score, "", bool(config.env.mix)).items():
         record[key.removeprefix("/")] = value
     temporary = run_dir / f"{file}.tmp"
     temporary.write_text(json.dumps(record, indent=1))
@@ -97,7 +101,8 @@ def describe(record: dict[str, Any]) -> str:
         return f"return {record['return']:.1f} over {record['n']} episodes on seeds that training never used"
     low, high = record["interval_95"]
     counts = f"{record['successes']}/{record['n']}, 95% interval {low:.3f} to {high:.3f}"
-    return f"success {record['success_once']:.3f} ({counts}) on seeds that training never used"
+    when = " at the end" if record["score"] == "success_at_end" else ""
+    return f"success{when} {record[record['score']]:.3f} ({counts}) on seeds that training never used"
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
@@ -120,8 +125,9 @@ def record_videos(
     from scheduler.worker import WorkerFailed
 
     has_success = team.spec.has_success
-    chosen = sorted(episodes, key=lambda e: (e.success_once, e.seed) if has_success else (e.episode_return, e.seed))
-    if len(chosen) > count > 1 and not chosen[count - 1].success_once:
+    succeeded = lambda episode: has_success and getattr(episode, team.score)  # noqa: E731
+    chosen = sorted(episodes, key=lambda e: (succeeded(e) if has_success else e.episode_return, e.seed))
+    if len(chosen) > count > 1 and not succeeded(chosen[count - 1]):
         chosen = [*chosen[: count - 1], chosen[-1]]  # a success too, where there is one
     chosen = chosen[:count]
     if not chosen:
@@ -132,7 +138,7 @@ def record_videos(
         return [], str(error).strip().split("\n")[-1]  # the last line of a traceback is its message
     paths = []
     for episode, film in zip(chosen, films, strict=True):
-        outcome = "success" if episode.success_once else "failure"
+        outcome = "success" if succeeded(episode) else "failure"
         outcome = outcome if has_success else f"return_{episode.episode_return:.0f}"
         path = run_dir / "videos" / f"{prefix}seed_{episode.seed}_{outcome}.mp4"
         path.parent.mkdir(parents=True, exist_ok=True)

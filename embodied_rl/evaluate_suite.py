@@ -41,7 +41,7 @@ Outcome = Literal["success", "failure", "error"]
 
 @dataclass(frozen=True)
 class SuiteRun:
-    """What the user asks for. `tasks` None: all of a suite; `trials` None: the protocol's."""
+    """What the user asks for. `tasks` None: all of a suite; `trials` and `stochastic` None: the protocol's."""
 
     policy: str
     suites: tuple[str, ...]
@@ -50,7 +50,7 @@ class SuiteRun:
     trials: int | None = None
     envs: int = 1
     seed: int = 0
-    stochastic: bool = False
+    stochastic: bool | None = None
     videos: int = 2
     resume: bool = False
     wandb: WandbMode = "auto"
@@ -65,6 +65,8 @@ class SuiteRun:
         changed: dict[str, Any] = {} if self.trials is None else {"trials": self.trials}
         if self.stochastic and protocol.temperature is None:
             changed["temperature"] = 1.0
+        if self.stochastic is False:
+            changed["temperature"] = None
         return dataclasses.replace(protocol, **changed)
 
 

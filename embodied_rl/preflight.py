@@ -22,7 +22,7 @@ from embodied_rl.run_faults import run_faults
 from envs.base import EnvError
 from envs.catalog import download_command, gymnasium_envs, maniskill_envs, missing_assets
 from envs.put_on_plate.assets import is_bridge, lacking
-from envs.put_on_plate.scenes import HORIZON, RENAMED, SCENES
+from envs.put_on_plate.scenes import HORIZON, SCENES
 from scheduler.placement import parse_placement
 
 MAY_CHANGE = ("env.processes", "env.step_timeout_s", "env.server", "env.python")  # in a resumed run
@@ -121,8 +121,7 @@ def _maniskill_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str
         return
     elif env.id not in known:
         ids = {*known, *SCENES}
-        renamed = RENAMED.get(env.id)
-        hint = f"nearest: {renamed}" if renamed else _near_ids(env.id, ids, "gymnasium", gymnasium_envs())
+        hint = _near_ids(env.id, ids, "gymnasium", gymnasium_envs())
         yield ("env.id",), Fault("env.id", env.id, "no such ManiSkill env", hint)
     elif missing := missing_assets(env.id):
         problem = f"its assets are not downloaded: {', '.join(missing)}"

@@ -100,13 +100,20 @@ class Run:
         return [episode for episode in listed if isinstance(episode, dict)] if isinstance(listed, list) else []
 
     @property
+    def success(self) -> str:
+        """Name of the success that counts."""
+        env = self.config.get("env")
+        at_end = isinstance(env, dict) and env.get("success") == "at_end"
+        return "success_at_end" if at_end else "success_once"
+
+    @property
     def success_count(self) -> tuple[int, int] | None:
         """Successes and episodes of the final evaluation; None for an env that knows no success."""
-        if any("success_once" in episode for episode in self.episodes):
-            return sum(bool(episode.get("success_once")) for episode in self.episodes), len(self.episodes)
+        if any(self.success in episode for episode in self.episodes):
+            return sum(bool(episode.get(self.success)) for episode in self.episodes), len(self.episodes)
         evaluation = self.evaluation or {}
-        if finite(evaluation.get("success_once")) and finite(evaluation.get("n")) and evaluation["n"] > 0:
-            return round(evaluation["success_once"] * evaluation["n"]), int(evaluation["n"])
+        if finite(evaluation.get(self.success)) and finite(evaluation.get("n")) and evaluation["n"] > 0:
+            return round(evaluation[self.success] * evaluation["n"]), int(evaluation["n"])
         return None
 
 

@@ -22,6 +22,7 @@ from embodied_rl.report_timeline import timeline
 
 EMBED_BYTES = 5_000_000  # a larger video is linked
 EMBED_TOTAL_BYTES = 40_000_000
+SUCCESS = {"success_once": "Success at any time", "success_at_end": "Success at the end"}
 CHARTS = [
     ("Return", "rollout/return"),
     ("Episode length", "rollout/episode_length"),
@@ -40,7 +41,6 @@ CHARTS = [
     ("Held-out token accuracy", "held_out/token_accuracy"),
     ("Held-out distance of actions", "held_out/action_l1"),
 ]
-SUCCESS_KEYS = ("rollout/success_once", "eval/success_once")
 
 
 def header(run: Run) -> str:
@@ -122,7 +122,7 @@ def learning(run: Run) -> str:
             f'<div class="legend">{legend}</div>{drawn}</div>'
         )
     cards += [_chart_card(run, title, key) for title, key in CHARTS]
-    known = {key for _, key in CHARTS} | {*SUCCESS_KEYS, "step", "env_steps"}
+    known = {key for _, key in CHARTS} | {f"rollout/{run.success}", f"eval/{run.success}", "step", "env_steps"}
     others = sorted({key for row in run.metrics for key in row} - known)
     folded = "".join(_chart_card(run, key, key) for key in others)
     more = _folded("All other metrics", f'<div class="charts">{folded}</div>') if folded else ""
@@ -137,10 +137,10 @@ def success_series(run: Run) -> list[Series]:
     Points have their 95 % intervals where the number of episodes is known.
     """
     out = []
-    xs, ys = run.values("rollout/success_once")
+    xs, ys = run.values(f"rollout/{run.success}")
     if xs:
         out.append(Series("training episodes", xs, ys, "s1"))
-    xs, ys = run.values("eval/success_once")
+    xs, ys = run.values(f"eval/{run.success}")
     if xs:
         n = run.evaluation_episodes
         intervals = [wilson_interval(round(y * n), n) for y in ys] if n else None
@@ -177,21 +177,22 @@ def evaluation(run: Run) -> str:
     rows: list[tuple[str, str]] = []
     if counted:
         low, high = wilson_interval(*counted)
-        rows.append(("Success at any time", f"{counted[0]} of {counted[1]}, {counted[0] / counted[1]:.1%}"))
+        rows.append((SUCCESS[run.success], f"{counted[0]} of {counted[1]}, {counted[0] / counted[1]:.1%}"))
         rows.append(("95 % interval (Wilson)", f"{low:.1%} to {high:.1%}"))
     if run.before and run.before.get("successes") is not None:
         (low, high), successes, n = run.before["interval_95"], run.before["successes"], run.before["n"]
         rows.append(("Before training", f"{successes} of {n}, {successes / n:.1%} ({low:.1%} to {high:.1%})"))
-    at_end = [bool(episode["success_at_end"]) for episode in episodes if "success_at_end" in episode]
-    if at_end:
-        rows.append(("Success at the end", f"{sum(at_end)} of {len(at_end)}, {sum(at_end) / len(at_end):.1%}"))
+    for other in SUCCESS.keys() - {run.success}:
+        known = [bool(episode[other]) for episode in episodes if other in episode]
+        if known:
+            rows.append((SUCCESS[other], f"{sum(known)} of {len(known)}, {sum(known) / len(known):.1%}"))
     for key, name in (("return", "Mean return"), ("length", "Mean length, env steps")):
         found = [episode[key] for episode in episodes if finite(episode.get(key))]
         if found:
             rows.append((name, f"{sum(found) / len(found):.4g}"))
     if run.evaluation.get("seeds") is not None:
         rows.append(("Seeds", _plain(run.evaluation["seeds"])))
-    strip = "".join(_episode_square(episode) for episode in episodes)
+    strip = "".join(_episode_square(episode, run.success) for episode in episodes)
     legend = (
         '<div class="legend"><span class="key"><i style="--c:var(--good)"></i>success</span>'
         '<span class="key"><i class="hollow"></i>failure</span></div>'
@@ -293,8 +294,8 @@ def _headline_tile(run: Run) -> tuple[str, str, str]:
     if returns:
         return "Final return", number(sum(returns) / len(returns)), f"mean of {len(returns)} episodes"
     for key, name in (
-        ("eval/success_once", "last evaluation in training"),
-        ("rollout/success_once", "training episodes"),
+        (f"eval/{run.success}", "last evaluation in training"),
+        (f"rollout/{run.success}", "training episodes"),
     ):
         value = run.latest(key)
         if value is not None:
@@ -356,9 +357,9 @@ def _episode_table(episodes: Sequence[dict[str, Any]]) -> str:
     return _folded(f"Table of the {len(episodes)} episodes", f'<div class="scroll">{table}</div>')
 
 
-def _episode_square(episode: dict[str, Any]) -> str:
+def _episode_square(episode: dict[str, Any], success: str) -> str:
     tip = "\n".join(f"{key.replace('_', ' ')}: {_plain(value)}" for key, value in episode.items())
-    return f'<i{" class=yes" if episode.get("success_once") else ""} data-tip="{escape(tip)}"></i>'
+    return f'<i{" class=yes" if episode.get(success) else ""} data-tip="{escape(tip)}"></i>'
 
 
 def _plain(value: Any) -> str:

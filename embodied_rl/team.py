@@ -73,6 +73,11 @@ class Team:
             fixed = config.placement != "auto"
             self.schedule = Schedule(training, profile or Profile(), fixed, accepts=self._can_run)
 
+    @property
+    def score(self) -> str:
+        """What tells good policies from bad: the success that counts, or `return` where the env knows none."""
+        return self.config.env.score if self.spec.has_success else "return"
+
     def _can_run(self, plan: Plan) -> bool:
         """Whether the envs divide among the env workers of a plan, and their groups among its pipeline groups, of which
         every actor worker has one to learn from."""

@@ -217,7 +217,7 @@ class Training:
         self.events.append(Event("driver", "new plan", "mark", now, now, {"plan": str(plan), "why": change.reason}))
 
     def _rollout_metrics(self, report: RolloutReport) -> dict[str, float]:
-        metrics = evaluation_metrics(report.episodes, self.team.spec.has_success, "rollout", bool(self.config.env.mix))
+        metrics = evaluation_metrics(report.episodes, self.team.score, "rollout", bool(self.config.env.mix))
         metrics |= {"env_steps": self.env_steps, "rollout/episodes": len(report.episodes)}
         metrics |= {
             "env/replaced_processes": report.replaced_processes,
@@ -257,11 +257,11 @@ class Training:
             return {}
         settings = self.config.evaluation
         episodes = self.team.evaluate(settings.episodes, VALIDATION_SEED, settings.deterministic)
-        metrics = evaluation_metrics(episodes, self.team.spec.has_success, by_env=bool(self.config.env.mix))
+        metrics = evaluation_metrics(episodes, self.team.score, by_env=bool(self.config.env.mix))
         aim = self.config.train.stop_at_success
-        self.reached = aim is not None and metrics.get("eval/success_once", 0.0) >= aim
-        key = "eval/success_once" if self.team.spec.has_success else "eval/return"
+        key = f"eval/{self.team.score}"
         score = metrics[key]
+        self.reached = aim is not None and score >= aim
         print(
             f"check after iteration {self.iteration}: {key} {score:.3f} on {len(episodes)} held-out seeds", flush=True
         )

@@ -68,7 +68,7 @@ class StateValue(nn.Module):
 
     CLIP = 8.0
 
-    def __init__(self, state_size: int, hidden: tuple[int, ...] = (128, 128), actions: int | None = None) -> None:
+    def __init__(self, state_size: int, hidden: tuple[int, ...], actions: int | None = None) -> None:
         super().__init__()
         self.actions = actions
         self.statistics = RunningStatistics(state_size, self.CLIP)

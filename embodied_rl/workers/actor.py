@@ -21,7 +21,7 @@ from embodied_rl.config import Config
 from embodied_rl.data import Trajectories
 from embodied_rl.sums import Sums
 from embodied_rl.workers.batch import Batch, Gathered, decisions
-from embodied_rl.workers.parity import Gap, disagreement
+from embodied_rl.workers.parity import Gap, Limit, disagreement
 from envs.base import EnvSpec
 from envs.wire import plain_spec
 from policies import Policy
@@ -153,6 +153,9 @@ class ActorWorker(Worker):
         for name, counts in gathered.counts.items():
             part, whole = self._total(counts).tolist()
             sums.add(name, part / max(whole, 1.0))
+        if algorithm.name == "grpo" and algorithm.group_advantage == "reinforce_baseline":
+            mean, std = rl.mean_and_std(*(self._total(moment) for moment in gathered.moments))
+            batch.advantage = rl.normalise(batch.advantage, batch.counts, mean, std)
         if algorithm.normalise_advantage == "batch":
             batch.advantage = self._normalise(batch.advantage, batch.counts)
         if algorithm.name == "ppo":
@@ -206,7 +209,7 @@ class ActorWorker(Worker):
         logprob, _, _ = self.policy.evaluate(observation, take(rollout.token))
         slots = valid.nonzero()[some]
         slots = torch.stack([slots[:, 0], rollout.env_ids[slots[:, 1]]], dim=1)
-        if problem := disagreement(logprob, take(rollout.logprob), take(rollout.valid), slots):
+        if problem := disagreement(logprob, take(rollout.logprob), take(rollout.valid), slots, Limit.of(self.policy)):
             raise RuntimeError(problem)
 
     def _set_learning_rate(self, iteration: int, risen: float = 1.0) -> None:

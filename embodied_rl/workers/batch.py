@@ -67,12 +67,14 @@ class Gathered:
         batches: of each rollout.
         seen: of each rollout, tensors [T, n, ...]; what the policy has to observe.
         groups: that remain.
+        moments: number, sum and sum of squares of the advantages of episodes that remain.
         counts: float64 [2] by the name of a metric; its parts, and the wholes that they are of.
     """
 
     batches: list[Batch] = field(default_factory=list)
     seen: list[dict[str, Tensor]] = field(default_factory=list)
     groups: int = 0
+    moments: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     counts: dict[str, Tensor] = field(default_factory=dict)
 
     def count(self, name: str, part: float, whole: float) -> None:
@@ -92,7 +94,9 @@ class Gathered:
         summed = {name: torch.stack([part.counts[name] for part in parts]).sum(0) for name in parts[0].counts}
         counts = {name: count * (rank == 0) for name, count in summed.items()}
         groups = sum(part.groups for part in parts) * (rank == 0)
-        return Gathered([batch.rows(torch.arange(len(batch))[rank::ranks]) for batch in batches], seen, groups, counts)
+        moments = torch.stack([part.moments for part in parts]).sum(0) * (rank == 0)
+        own = [batch.rows(torch.arange(len(batch))[rank::ranks]) for batch in batches]
+        return Gathered(own, seen, groups, moments, counts)
 
 
 def decisions(rollout: Trajectories, algorithm: AlgorithmConfig, gathered: Gathered) -> None:
@@ -132,7 +136,9 @@ def _group_advantage(rollout: Trajectories, algorithm: AlgorithmConfig, gathered
     success = rollout.success.any(0).float()
     episode_return = torch.where(rollout.valid, rollout.reward, 0.0).sum((0, 2))
     score = success if algorithm.group_score == "success" else episode_return
-    advantage = rl.group_advantages(score, group_id, algorithm.group_advantage, valid=intact)
+    whitened = algorithm.group_advantage == "reinforce_baseline"  # by the batch, which this is a part of
+    kind = "dr_grpo" if whitened else algorithm.group_advantage
+    advantage = rl.group_advantages(score, group_id, kind, valid=intact)
     groups = len(group_id[intact].unique())
     gathered.count("grpo/zero_std_fraction", rl.zero_std_fraction(score, group_id, intact) * groups, groups)
     kept = intact
@@ -141,5 +147,6 @@ def _group_advantage(rollout: Trajectories, algorithm: AlgorithmConfig, gathered
         kept = intact & rl.groups_within(success, group_id, low, high, intact)
         gathered.count("grpo/kept_fraction", float(kept.sum()), len(kept))
     gathered.groups += len(group_id[kept].unique())
+    gathered.moments += torch.stack(rl.masked_moments(advantage, kept))
     spread = advantage.view(1, -1, *[1] * (rollout.value.ndim - 2)).expand_as(rollout.value)
     return spread, rollout.valid.any(-1) & kept

@@ -9,7 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LIMIT = 0.1  # mean distance; more than bfloat16 rounds differently in batches of other sizes
+
+@dataclass(frozen=True)
+class Limit:
+    """What rounding in batches of other sizes explains of the distances: on average, and of a single token."""
+
+    mean: float
+    largest: float
+
+    @staticmethod
+    def of(network: torch.nn.Module) -> Limit:
+        """By the coarsest type that a network computes in."""
+        types = {parameter.dtype for parameter in network.parameters()}
+        return Limit(0.005, 0.1) if all(torch.finfo(one).bits >= 32 for one in types) else Limit(0.1, 2.0)
 
 
 @dataclass
@@ -35,7 +47,7 @@ class Gap:
         return {"sampling/logprob_gap_mean": apart / max(count, 1.0), "sampling/logprob_gap_max": most}
 
 
-def disagreement(logprob: Tensor, sampled: Tensor, valid: Tensor, slots: Tensor) -> str | None:
+def disagreement(logprob: Tensor, sampled: Tensor, valid: Tensor, slots: Tensor, limit: Limit) -> str | None:
     """What is wrong if trainer and sampler do not have the same policy, and where.
 
     Args:
@@ -45,27 +57,28 @@ def disagreement(logprob: Tensor, sampled: Tensor, valid: Tensor, slots: Tensor)
     """
     apart = torch.where(valid[..., None], (logprob.float() - sampled.float()).abs(), 0.0)
     mean = float(apart[valid].mean()) if valid.any() else 0.0
-    if mean <= LIMIT:
+    if mean <= limit.mean and float(apart.max()) <= limit.largest:
         return None
     row, action, dimension = (int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
     step, env = slots[row].tolist()
     return (
         f"before the first update, log-probabilities of the actor and of the rollout workers are {mean:.3g} apart on "
-        f"average (rounding explains {LIMIT} at most), {float(apart.max()):.3g} at most: dimension {dimension} of "
-        f"action {action}, chunk step {step}, env {env}. Likely: {_cause(apart, valid)}"
+        f"average (rounding explains {limit.mean}), {float(apart.max()):.3g} at most (rounding: {limit.largest}): "
+        f"dimension {dimension} of action {action}, chunk step {step}, env {env}. Likely: "
+        f"{_cause(apart, valid, limit.mean / 10)}"
     )
 
 
-def _cause(apart: Tensor, valid: Tensor) -> str:
-    """Where the distances are tells what differs."""
+def _cause(apart: Tensor, valid: Tensor, small: float) -> str:
+    """Where the distances are tells what differs. `small`: those that are none."""
     by_decision = apart[valid.any(-1)].mean((-2, -1))
-    if (by_decision <= LIMIT / 10).float().mean() > 0.25:
+    if (by_decision <= small).float().mean() > 0.25:
         return (
             "some decisions agree and others do not, so what was stored of their observations differs from what was "
             "seen (padding of prompts, images)"
         )
     tokens = apart[valid]
-    if tokens.shape[-1] > 1 and float(tokens[:, 0].mean()) <= LIMIT / 10:
+    if tokens.shape[-1] > 1 and float(tokens[:, 0].mean()) <= small:
         return (
             "the first token of each action agrees and later ones do not, so what was read before them differs (cached "
             "keys and values, positions, order of tokens)"

@@ -71,7 +71,7 @@ class RolloutWorker(Worker):
         steps, finished, calls = link.steps, 0, self.policy_calls
         while finished < link.streams:
             stream, message = link.next()
-            recorder = open_streams.setdefault(stream, _Recorder(message, steps))
+            recorder = open_streams.setdefault(stream, _Recorder(message, steps, self.config.env.score))
             with link.call(len(message.slots)):
                 observation, output = self._prepare(message.observation), None
                 if message.step < steps:
@@ -185,8 +185,8 @@ def _first(value: Tensor) -> Tensor:
 class _Recorder:
     """Fills one stream's trajectories as its messages come."""
 
-    def __init__(self, first: Observed, steps: int) -> None:
-        self.first, self.steps = first, steps
+    def __init__(self, first: Observed, steps: int, score: str) -> None:
+        self.first, self.steps, self.score = first, steps, score
         self.decisions: list[tuple[dict[str, Tensor], PolicyOutput]] = []
         self.outcomes: list[tuple[ChunkResult, Tensor]] = []
 
@@ -209,7 +209,7 @@ class _Recorder:
         column = {int(slot): i for i, slot in enumerate(self.first.slots)}
         for step, result in enumerate(results):
             for episode in result.episodes:
-                success[step, column[episode.env_id]] |= episode.success_once
+                success[step, column[episode.env_id]] |= getattr(episode, self.score)
         observation = {
             key: torch.stack([kept[key] for kept, _ in self.decisions]).cpu() for key in self.decisions[0][0]
         }

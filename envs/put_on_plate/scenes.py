@@ -14,8 +14,6 @@ Group = Literal["training", "vision", "semantic", "execution"]
 PREFIX = "PutOnPlateInScene25"
 HORIZON = 80
 CONTROL_MODE = "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos"
-# An id in the published list of evaluations, and the one that is registered.
-RENAMED = {f"{PREFIX}PositionChange-v1": f"{PREFIX}PositionChangeTo-v1"}
 
 CENTRE = np.array([-0.16, 0.0])
 HALF_EDGE = 0.075
@@ -148,6 +146,8 @@ SCENES = {
             yaw=Choice(len(YAWS), len(OTHER_YAWS)),
         ),
         Scene(f"{PREFIX}EEPose-v1", "execution", "first poses of the arm"),
+        # RL4VLA registers the first, its list of evaluations and RLinf have the second.
         Scene(f"{PREFIX}PositionChangeTo-v1", "execution", "a move of the object at step 5"),
+        Scene(f"{PREFIX}PositionChange-v1", "execution", "a move of the object at step 5"),
     )
 }

@@ -89,7 +89,7 @@ class ActionTokenPolicy(Policy):
         """Take a critic of the env's state; see `value_of_state`. Raises ValueError if the env has none to read."""
         if state_size is None:
             raise ValueError("value_of_state needs `state`, which this env does not provide")
-        self.critic = StateValue(state_size, actions=self._make_critic().actions)
+        self.critic = StateValue(state_size, self.settings.value_hidden, self._make_critic().actions)
         self.statistics_of = ("state",)
 
     @functools.cached_property

@@ -17,7 +17,7 @@ from embodied_rl.config import Config
 from embodied_rl.data import Trajectories
 from embodied_rl.workers.actor import COLLECTIVES, ActorWorker
 from embodied_rl.workers.batch import Gathered
-from embodied_rl.workers.parity import disagreement
+from embodied_rl.workers.parity import Limit, disagreement
 from envs.base import ActionSpec, EnvSpec
 from scheduler.trace import Trace
 
@@ -248,6 +248,21 @@ class TestGroups:
         assert len(batch) == T * 3
         assert sorted(batch.advantage.unique().tolist()) == [-1.0, 2.0]
 
+    def test_whitening_is_by_the_whole_batch_and_not_by_each_rollout(self) -> None:
+        actor = make_actor(name="grpo", group_size=2, group_advantage="reinforce_baseline", normalise_advantage="none")
+        returns = torch.tensor([[3.0, 0.0, 1.0, 1.0], [9.0, 1.0, 0.0, 2.0]])
+        for row in returns:
+            data = rollout(actor)
+            data.valid[:], data.reward[:] = True, 0.0
+            data.reward[0, :, 0] = row
+            actor._gather(data)
+        found: list[Tensor] = []
+        actor._optimise = lambda batch, _: found.append(batch.advantage)  # type: ignore[method-assign]
+        actor._learn(0)
+        centred = (returns.view(-1, 2) - returns.view(-1, 2).mean(1, keepdim=True)).view(2, 1, 4)
+        expected = (centred / centred.std()).expand(2, T, 4)
+        torch.testing.assert_close(found[0].view(2, T, 4), expected)
+
 
 class TestActionValues:
     """A policy that values each action of a chunk, as OpenVLA-OFT can."""
@@ -410,9 +425,30 @@ class TestParity:
     VALID = torch.ones(8, 2, dtype=torch.bool)
     SLOTS = torch.tensor([[row // 4, 10 + row % 4] for row in range(8)])
 
+    EXACT = Limit.of(torch.nn.Linear(1, 1))
+    COARSE = Limit.of(torch.nn.ModuleList([torch.nn.Linear(1, 1).bfloat16(), torch.nn.Linear(1, 1)]))
+
     def test_rounding_is_no_disagreement(self) -> None:
         logprob = torch.zeros(8, 2, 3)
-        assert disagreement(logprob, logprob + 0.01, self.VALID, self.SLOTS) is None
+        assert disagreement(logprob, logprob + 0.05, self.VALID, self.SLOTS, self.COARSE) is None
+        assert disagreement(logprob, logprob + 1e-3, self.VALID, self.SLOTS, self.EXACT) is None
+        assert disagreement(logprob, logprob + 0.05, self.VALID, self.SLOTS, self.EXACT) is not None
+
+    @pytest.mark.parametrize("limit", [EXACT, COARSE])
+    def test_a_single_token_far_off_is_a_disagreement(self, limit: Limit) -> None:
+        logprob = torch.zeros(64, 1, 7)
+        sampled = logprob.clone()
+        sampled[63, 0, 6] = -40.0  # 0.09 on average
+        valid, slots = torch.ones(64, 1, dtype=torch.bool), torch.zeros(64, 2, dtype=torch.long)
+        assert "40 at most" in (disagreement(logprob, sampled, valid, slots, limit) or "")
+
+    def test_another_temperature_is_a_disagreement(self) -> None:
+        logits = torch.randn(200, 1, 7, 256, generator=torch.Generator().manual_seed(0))
+        tokens = torch.distributions.Categorical(logits=logits).sample()[..., None]
+        score = lambda temperature: (logits / temperature).log_softmax(-1).gather(-1, tokens)[..., 0]  # noqa: E731
+        valid, slots = torch.ones(200, 1, dtype=torch.bool), torch.zeros(200, 2, dtype=torch.long)
+        problem = disagreement(score(1.0), score(1.05), valid, slots, self.EXACT)
+        assert problem and "another temperature" in problem
 
     @pytest.mark.parametrize(
         ("where", "cause"),
@@ -426,16 +462,16 @@ class TestParity:
         logprob, sampled = torch.zeros(8, 2, 3), torch.zeros(8, 2, 3)
         sampled[where] = 0.5
         sampled[2, 1, 2] = 2.0
-        problem = disagreement(logprob, sampled, self.VALID, self.SLOTS)
+        problem = disagreement(logprob, sampled, self.VALID, self.SLOTS, self.EXACT)
         assert problem and cause in problem
-        assert "2 at most: dimension 2 of action 1, chunk step 0, env 12" in problem
+        assert "2 at most (rounding: 0.1): dimension 2 of action 1, chunk step 0, env 12" in problem
 
     def test_what_was_not_executed_does_not_count(self) -> None:
         logprob, valid = torch.zeros(8, 2, 3), self.VALID.clone()
         valid[:, 1] = False
         sampled = logprob.clone()
         sampled[:, 1] = float("nan")
-        assert disagreement(logprob, sampled, valid, self.SLOTS) is None
+        assert disagreement(logprob, sampled, valid, self.SLOTS, self.EXACT) is None
 
     def test_the_gap_is_measured_before_the_first_step_of_an_iteration(self) -> None:
         actor = make_actor(epochs=3, lr=0.1)

@@ -295,6 +295,14 @@ def test_a_run_is_evaluated_at_its_newest_checkpoint(started: list[dict[str, Any
     }
 
 
+def test_actions_are_sampled_where_the_run_s_evaluation_does_and_as_the_user_says(
+    started: list[dict[str, Any]],
+) -> None:
+    save(Path("runs/mine"), "evaluation.deterministic=false")
+    assert run("eval", "runs/mine")[0] == run("eval", "runs/mine", "--deterministic")[0] == 0
+    assert [call["deterministic"] for call in started] == [False, True]
+
+
 def foreign(path: Path) -> None:
     (path / "manifest.json").write_text("{}")
 

@@ -119,9 +119,11 @@ def test_an_update_from_features_is_that_from_pictures() -> None:
 
 
 def test_a_critic_of_the_state_moves_nothing_else_and_sees_what_the_policy_does_not() -> None:
-    config = settings({"value_of_state": True}, algorithm={"critic_warmup": 1})
+    config = settings({"value_of_state": True, "value_hidden": (32, 16)}, algorithm={"critic_warmup": 1})
     config = config.model_copy(update={"env": config.env.model_copy(update={"observation": ("state", "image")})})
     policy = build_policy(config, EnvSpec(**{**vars(SPEC), "state_size": 3}))
+    shapes = [tuple(layer.weight.shape) for layer in policy.critic.layers if isinstance(layer, torch.nn.Linear)]
+    assert shapes == [(32, 3), (16, 32), (1, 16)]
     image = torch.randint(256, (4, 1, SIZE, SIZE, 3), dtype=torch.uint8)
     seen = {"image": image, "instruction": ["push"] * 4, "state": torch.randn(4, 3)}
     prepared = policy.prepare(seen)

@@ -104,11 +104,6 @@ def test_a_put_on_plate_scene_names_what_it_lacks_and_how_it_can_be_seen(run_dir
     assert "licensed for non-commercial use" in own.problem
 
 
-def test_a_scene_known_by_two_names_is_pointed_to(run_dir: Path) -> None:
-    fault = check(config("env.id=PutOnPlateInScene25PositionChange-v1"), run_dir)["env.id"]
-    assert "PutOnPlateInScene25PositionChangeTo-v1" in fault.hint
-
-
 def test_an_env_of_another_package_needs_its_module(run_dir: Path) -> None:
     fault = check(config("env.id=no_such_package.envs:Foo-v1"), run_dir)["env.id"]
     assert fault.problem == "no module no_such_package.envs"

@@ -206,10 +206,11 @@ def test_a_syntax_error_names_its_line(recipe_file: Callable[[str], str]) -> Non
             "nearest valid: 2 or 4; or env.num_envs 6 or 12",
         ),
         (
-            ["algorithm.filter_low=0.9", "algorithm.filter_high=0.1"],
+            ["algorithm.name=grpo", "algorithm.group_size=2", "algorithm.filter_low=0.9", "algorithm.filter_high=0.1"],
             "algorithm.filter_low",
             "a value below 0.1",
         ),
+        (["algorithm.filter_high=0.9"], "algorithm.filter_high", "leave it out"),
         (["algorithm.clip_low=0.3"], "algorithm.clip_high", "nearest valid: 0.3"),
         (["algorithm.dual_clip=1.1"], "algorithm.dual_clip", "3"),
         (["env.observation=[image]"], "env.observation", "nearest valid: [state]"),

@@ -199,6 +199,15 @@ def test_a_killed_run_says_what_is_missing(tmp_path: Path) -> None:
     assert "trace.json cannot be read" in html and ">Timeline<" not in html
 
 
+def test_where_success_at_the_end_counts_it_is_what_the_page_shows(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "push", config={**CONFIG, "env": {"id": "PushCube-v1", "success": "at_end"}})
+    evaluation(run_dir)
+    html, _ = report(run_dir)
+    assert "40 of 50 episodes" in html and "45 of 50 episodes" not in html
+    assert html.index("Success at the end") < html.index("Success at any time") and "45 of 50, 90.0%" in html
+    assert html.count("class=yes") == 40
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_run_of_hardly_any_lines_has_a_report(tmp_path: Path, steps: int) -> None:
     html, _ = report(make_run(tmp_path / "push", steps=steps))

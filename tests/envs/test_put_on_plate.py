@@ -15,7 +15,7 @@ from envs.catalog import maniskill_envs
 from envs.maniskill import ManiSkillEnv
 from envs.put_on_plate import scoring
 from envs.put_on_plate.assets import BRIDGE, MANISKILLS, is_bridge, lacking
-from envs.put_on_plate.scenes import HORIZON, PREFIX, RENAMED, SCENES, grid, placements, ring
+from envs.put_on_plate.scenes import HORIZON, PREFIX, SCENES, grid, placements, ring
 from envs.put_on_plate.scoring import Grasps, PotentialReward, contact_forces, on_plate
 
 needs_maniskill = pytest.mark.skipif(find_spec("mani_skill") is None, reason="reads the installed ManiSkill")
@@ -30,11 +30,12 @@ def test_the_published_evaluations_name_scenes_that_exist() -> None:
         "VisionImage-v1 VisionTexture03-v1 VisionTexture05-v1 VisionWhole03-v1 VisionWhole05-v1 Carrot-v1 Plate-v1 "
         "Instruct-v1 MultiCarrot-v1 MultiPlate-v1 Position-v1 EEPose-v1 PositionChange-v1"
     )
-    found = [RENAMED.get(PREFIX + name, PREFIX + name) for name in named.split()]
+    found = [PREFIX + name for name in named.split()]
     groups = [SCENES[env_id].group for env_id in found]
     assert groups == ["vision"] * 5 + ["semantic"] * 5 + ["execution"] * 3
     assert {scene.id for scene in SCENES.values() if scene.group == "training"}.isdisjoint(found)
-    assert len(found) == len(SCENES) - 4
+    assert len(found) == len(SCENES) - 4 - 1  # PositionChangeTo-v1 is another name
+    assert all(is_bridge(f"{module}{name}") for module in ("", "some.tasks:") for name in found)
 
 
 def test_places_are_a_grid_of_three_centimetres_around_its_centre() -> None:
