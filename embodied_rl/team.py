@@ -113,7 +113,7 @@ class Team:
         schedule: dict[str, float] = {}
         while not learned:
             self.schedule.executor.number = iteration
-            done, schedule = self.schedule.iterate(left=left)
+            done, schedule = self.schedule.iterate(left=left * self.config.rollout.epochs)
             report = RolloutReport.merge(done.reports["env.rollout"])
             rollouts = rollouts.then(report) if rollouts else report
             calls += sum(done.reports["rollout.generate"])
