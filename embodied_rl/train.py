@@ -169,7 +169,9 @@ class Training:
 
     def _write_processes(self) -> None:
         processes = {"driver": os.getpid(), **self.team.process_ids()}
-        (self.run_dir / "processes.json").write_text(json.dumps(processes, indent=1))
+        temporary = self.run_dir / "processes.json.tmp"  # whoever reads it finds it whole
+        temporary.write_text(json.dumps(processes, indent=1))
+        temporary.replace(self.run_dir / "processes.json")
 
     def _iterate(self) -> dict[str, float]:
         metrics = self._learn()
