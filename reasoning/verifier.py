@@ -19,7 +19,7 @@ from types import TracebackType
 
 import psutil
 
-from reasoning.answers import answer_of, is_answer, plain_verdict
+from reasoning.answers import answer_of, is_answer, plain_verdict, value_of
 
 START_S = 120.0
 WALL_FACTOR = 30.0  # a process that waits instead of computing is killed after so many times the bound
@@ -89,8 +89,9 @@ class Verifier:
             return False
         if (plain := plain_verdict(given, gold)) is not None:
             return plain
-        verdicts[given, gold] = None
-        return given, gold
+        pair = value_of(given), value_of(gold)
+        verdicts[pair] = None
+        return pair
 
     def _compare(self, pairs: list[tuple[str, str]], verdicts: dict[tuple[str, str], Verdict]) -> None:
         """Fill in the verdicts on `pairs`, each process working on one at a time."""

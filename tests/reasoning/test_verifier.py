@@ -105,7 +105,126 @@ WRITTEN = [  # where the answer stands, and how
     ("The answer is 1 and 2", "2", False),
     ("The answer is 1 and 2", "1,2", True),
 ]
+LATEST = [  # of several answers
+    ("The answer is A. No wait, the answer is D.", "A", False),
+    ("The answer is A. No wait, the answer is D.", "D", True),
+    ("The answer is $3$. Wait, the answer is $4$.", "3", False),
+    ("The answer is 3. Wait, no, it is 4.", "4", True),
+    (r"\boxed{3}. Wait, the answer is 4.", "3", False),
+    (r"\boxed{3}. Wait, the answer is 4.", "4", True),
+    ("#### 3\nWait, no: the answer is 4", "4", True),
+    ("The answer is 3.\n#### 4", "4", True),
+    (r"The answer is \boxed{3}. This answer is correct.", "3", True),
+    (r"\boxed{The answer is 3}", "3", True),
+    (r"so we get \boxed{4", "4", False),
+    (r"The answer is \boxed{4", "4", False),
+    (r"First \boxed{4}, so that \boxed{4", "4", False),
+    ("The answer is 5 apples and 2 remain", "5", True),
+    ("The answer is 5 apples and 2 remain", "2", False),
+    ("The answer is 12 of the 20 apples", "12", True),
+    ("The answer is 3 apples and 4 more = 7", "7", True),
+    ("The answer is what is left of 20 apples, 8", "8", True),
+    ("**Step 2: Multiply**\nThis gives 12", "12", True),
+    ("It is 12.\n**Check**", "12", True),
+    ("**Step 1:** 3\n**2.** So it is 12", "12", True),
+    ("He has **12 apples** now.", "12", True),
+]
+FRAGMENTS = [  # numbers that are a part of the answer
+    (r"\boxed{3xyz}", "3", False),
+    (r"\boxed{xyz+1}", "1", False),
+    (r"\boxed{arctan(2)}", "2", False),
+    (r"\boxed{2^{10} dollars}", "10", False),
+    (r"\boxed{2^{10} dollars}", "1024", True),
+    (r"\boxed{2\sqrt{3} meters}", "3", False),
+    (r"\boxed{2\sqrt{3} meters}", r"2\sqrt{3}", True),
+    (r"\boxed{not 5}", "5", False),
+    (r"\boxed{5 or 6}", "6", False),
+    (r"\boxed{1 hour 30 minutes}", "30", False),
+    (r"\boxed{x = 5 meters}", "5", True),
+    (r"\boxed{5 apples}", "5", True),
+    (r"The answer is 2\sqrt{3} meters.", "3", False),
+    (r"The answer is 2\sqrt{3} meters.", r"\sqrt{12}", True),
+    (r"it is 2\sqrt{3}", "3", False),
+    (r"So it is 2\pi", "2", False),
+    ("It is 2x+3", "3", False),
+    ("It is 2x+3", "3+2x", True),
+    ("It is xy + 1", "1", False),
+    ("so it is 2^3", "3", False),
+    ("so it is 1.5 × 10^3", "3", False),
+    ("so it is 1.5 × 10^3", "1500", True),
+    ("so it is 3 / 4", "4", False),
+    ("so it is 3 / 4", "0.75", True),
+    ("so it is 1 000 000", "0", False),
+    ("so it is 1 000 000", "1000000", True),
+    ("so it is (1,2)", "2", False),
+    ("so it is (1,2)", "(1,2)", True),
+    ("It is 15 cm^2 in all", "15", True),
+    ("It is 5 million", "5", False),
+    ("It is 5 million", "5000000", True),
+    ("It is 5 m long, or a 5 km/h wind", "5", True),
+    ("He does it 3 + 4 = 7 times", "7", True),
+    ("It is −7", "-7", True),
+    ("It is −7", "7", False),
+    ("It is –7", "-7", True),
+    ("It is 5–7 km", "7", False),
+    ("20-year-old", "20", True),
+]
+CHOICES = [
+    "The correct option is C",
+    "So the correct choice is (C).",
+    "Therefore, C is correct.",
+    "The best answer choice is C.",
+    "Answer (C)",
+    "the correct answer would be C",
+    "Answer: C (5 m)",
+    "Final choice: C",
+    "<answer>C</answer>",
+    "<answer>\nC\n</answer>",
+    r"\boxed{\mathbf{C}}",
+    r"\boxed{\textrm{C}}",
+    "It is C",
+]
+NOTATION = [
+    ("½", "1/2", True),
+    ("2½", "5/2", True),
+    ("∞", r"\infty", True),
+    ("x²", "x^2", True),
+    ("x²", "x^3", False),
+    ("€5", "5", True),
+    ("£5", "5", True),
+    (r"0.\overline{3}", r"\frac13", True),
+    (r"0.1\overline{6}", "1/6", True),
+    (r"0.\overline{3}", "0", False),
+    (r"x=50\%", "0.5", True),
+    (r"x=50\%", "50", False),
+    (r"50\%,25\%", "50,25", False),
+    (r"50\%,25\%", "0.5,0.25", True),
+    (r"\frac{1}{2}\%", "0.005", True),
+    ("(1,2)", "2,1", False),
+    ("(1,2)", "1,2", True),
+    ("Friday", r"\text{Friday}", True),
+    ("It is Friday.", r"\text{Friday}", True),
+    ("It is not Friday.", r"\text{Friday}", False),
+    ("yes", r"\text{yes}", True),
+    (r"\text{Yes}", "Yes", True),
+    ("No", "Yes", False),
+    ("5", "5 dollars", True),
+    ("The answer is 5 dollars.", "5 dollars", True),
+    ("5 cents", "5 dollars", False),
+]
+SIZES = [  # numbers that differ in the digits that count
+    (r"1.6\times 10^{-19}", r"9.1\times 10^{-31}", False),
+    (r"1.6\times 10^{-19}", r"0.16\times 10^{-18}", True),
+    (r"\frac{1}{3000000}", "0.0000004", False),
+    (r"\frac{1}{2500000}", "0.0000004", True),
+    ("e^{-40}", "e^{-50}", False),
+    ("1.234567890123456789012345678901", "1.234567890123456789012345678902", False),
+    ("0.333333", r"\frac13", True),
+    ("0.33", r"\frac13", False),
+]
 GOLD = [r"\frac{\sqrt{3}}{2}", r"[2, 5)", r"\{1,2\}", r"x^2+2x+1", r"\text{Evelyn}", "C", "3.25", r"90^\circ", "-7"]
+ODD = [r"e^{it}", r"\operatorname{arcsin}(1/2)", r"\begin{array}{ccc}1&2&3\\4&5&6\end{array}", "5 dollars", "5 meters"]
+ODD += [r"\textrm{even}", r"\overline{ABC}", "arctan(2)", "cot x", "max(a,b)", "3xyz", "Yes", "5 million"]
 LAZY = "9^{9^{9^{9^{9}}}}"
 HOSTILE = [
     LAZY,
@@ -133,9 +252,14 @@ def verifier() -> Iterator[Verifier]:
         yield verifier
 
 
-@pytest.mark.parametrize(("prediction", "gold", "verdict"), [*CASES, *WRITTEN])
+@pytest.mark.parametrize(("prediction", "gold", "verdict"), [*CASES, *WRITTEN, *LATEST, *FRAGMENTS, *NOTATION, *SIZES])
 def test_reported_cases(verifier: Verifier, prediction: str, gold: str, verdict: bool | None) -> None:
     assert verifier.verify(prediction, gold) is verdict
+
+
+@pytest.mark.parametrize("text", CHOICES)
+def test_a_choice_is_read_however_it_is_named(verifier: Verifier, text: str) -> None:
+    assert verifier.verify_all([(text, "C"), (text, "D")]) == [True, False]
 
 
 def test_the_order_of_equal_answers_makes_no_difference(verifier: Verifier) -> None:
@@ -143,7 +267,9 @@ def test_the_order_of_equal_answers_makes_no_difference(verifier: Verifier) -> N
     assert verifier.verify_all([(gold, prediction) for prediction, gold in answers]) == [True] * len(answers)
 
 
-@pytest.mark.parametrize("gold", [*GOLD, *(gold for _, gold, verdict in [*CASES, *WRITTEN] if verdict is not None)])
+@pytest.mark.parametrize(
+    "gold", [*GOLD, *ODD, *(gold for _, gold, verdict in [*CASES, *WRITTEN, *NOTATION] if verdict is not None)]
+)
 def test_an_answer_equals_itself(verifier: Verifier, gold: str) -> None:
     assert verifier.verify(gold, gold) is True
 
