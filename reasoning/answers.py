@@ -150,9 +150,9 @@ def verdict(prediction: str, gold: str) -> bool | None:
     ours, theirs = (_parse(text) for text in texts)
     if theirs is None or ours is None:
         return None if theirs is None else False
-    if _is_ordered(theirs, ours) or _is_ordered(ours, theirs):
-        return _equal(theirs, ours) if _is_ordered(theirs, ours) else _equal(ours, theirs)
-    return _equal(theirs, ours) or _equal(ours, theirs)
+    if _is_ordered(ours, theirs):
+        ours, theirs = theirs, ours
+    return _equal(theirs, ours) or (not _is_ordered(theirs, ours) and _equal(ours, theirs))
 
 
 def _marked_answer(text: str, gold: str) -> str | None:
@@ -333,7 +333,7 @@ def _are_apart(gold: Any, prediction: Any) -> bool:
     ours, theirs = (side.rhs if isinstance(side, sympy.Equality) else side for side in (gold, prediction))
     if ours == theirs or not all(isinstance(side, sympy.Expr) and side.is_number for side in (ours, theirs)):
         return False
-    return bool(abs(sympy.N(ours - theirs)) > CLOSE * abs(sympy.N(ours)))
+    return bool(abs(sympy.N(ours - theirs)) > CLOSE * abs(sympy.N(ours))) and not ours.equals(theirs)
 
 
 def _equal_for_positive(gold: Any, prediction: Any) -> bool:

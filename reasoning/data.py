@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Number
+from decimal import Decimal
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -138,13 +140,17 @@ def _math(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:
 def _aime(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:
     """`problem` or `question`, and `answer`; names in any case."""
     row = {name.lower(): value for name, value in row.items()}
-    return row["problem" if "problem" in row else "question"], str(int(row["answer"]))
+    if not (whole := re.fullmatch(r"0*(\d{1,3})(?:\.0)?", _text(row, "answer").strip())):
+        raise ValueError(f"'answer' is {row['answer']!r}; expected a whole number from 0 to 999")
+    return row["problem" if "problem" in row else "question"], whole[1]
 
 
 def _gpqa(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:
     """`Question` and the correct and three incorrect answers; their order is drawn from the question."""
     question, right = _text(row, "Question"), _text(row, "Correct Answer").strip()
     choices = [right, *(_text(row, f"Incorrect Answer {number}").strip() for number in (1, 2, 3))]
+    if not question.strip() or not all(choices) or len(set(choices)) < 4:
+        raise ValueError(f"expected a question and four different choices, not {question!r} and {choices}")
     random.Random(question).shuffle(choices)
     listed = "\n".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))
     return f"{question.strip()}\n\n{listed}", "ABCD"[choices.index(right)]
@@ -153,7 +159,12 @@ def _gpqa(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:
 def _text(row: dict[str, Any], column: str) -> str:
     """A text or a number of a row, as a text."""
     value = row[column]
-    if isinstance(value, bool) or not isinstance(value, str | Number) or value != value:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, str | int | float | Decimal)
+        or value in (inf, -inf)
+        or value != value
+    ):
         raise ValueError(f"'{column}' is {value!r}; expected a text or a number")
     return str(value)
 
@@ -181,6 +192,10 @@ def _problem(config: DataConfig, name: str, prompt: Any, answer: str, row: dict[
         raise ValueError(f"the prompt is {prompt!r}; expected a text or a list of messages")
     if not answer.strip():
         raise ValueError("the answer is empty")
+    try:
+        json.dumps([prompt, answer], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt or the answer holds half a character: {error}") from None
     taken = {config.prompt_column, config.answer_column}
     return Problem(name, prompt, answer, {key: value for key, value in row.items() if key not in taken})
 
@@ -192,7 +207,8 @@ def _instructed(text: str, config: DataConfig) -> str:
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     """(line, row) of a file; a ValueError in place of a row that is not one."""
     if not path.is_file():
-        raise DataError(f"{path} does not exist; generated sets are {', '.join(TASKS)}")
+        problem = "is a directory" if path.is_dir() else "does not exist"
+        raise DataError(f"{path} {problem}; generated sets are {', '.join(TASKS)}")
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet
@@ -200,8 +216,8 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
             raise DataError(f"{path}: reading Parquet takes pyarrow: pip install pyarrow") from None
         try:
             batches = pyarrow.parquet.ParquetFile(path).iter_batches(1024)
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-        except pyarrow.ArrowException as error:
+            yield from enumerate((row for batch in batches for row in _rows_of(batch)), start=1)
+        except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{path} is no Parquet file that can be read: {error}") from None
         return
     with path.open("rb") as file:
@@ -210,5 +226,14 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
                 try:
                     row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
                     yield number, row if isinstance(row, dict) else ValueError("not a JSON object")
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     yield number, ValueError(f"not JSON: {error}")
+
+
+def _rows_of(batch: Any) -> Iterator[Any]:
+    """The rows of a batch of Parquet; a ValueError in place of one with a value that Python cannot hold."""
+    for place in range(len(batch)):
+        try:
+            yield batch.slice(place, 1).to_pylist()[0]
+        except (ValueError, OverflowError) as error:
+            yield ValueError(f"not a row: {error}")

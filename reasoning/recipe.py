@@ -32,7 +32,13 @@ def absences(config: MathConfig) -> list[Fault]:
     from reasoning.rewards import BUILT_IN, RewardError, import_function
 
     found = [
-        Fault(f"data.{key}", name, "does not exist", f"generated sets: {', '.join(TASKS)}", obtainable=True)
+        Fault(
+            f"data.{key}",
+            name,
+            "is a directory" if Path(name).is_dir() else "does not exist",
+            f"generated sets: {', '.join(TASKS)}",
+            obtainable=True,
+        )
         for key, name in (("train", config.data.train), ("test", config.data.test))
         if Path(name).suffix in (".jsonl", ".parquet") and not Path(name).is_file()
     ]

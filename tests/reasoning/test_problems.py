@@ -49,6 +49,11 @@ def test_parquet_gives_what_jsonl_gives(tmp_path: Path) -> None:
         ({"prompt": "x", "answer": None}, "'answer' is None; expected a text or a number"),
         ({"prompt": "x", "answer": ["1", "2"]}, "expected a text or a number"),
         ({"prompt": "x", "answer": float("nan")}, "expected a text or a number"),
+        ({"prompt": "x", "answer": float("inf")}, "'answer' is inf; expected a text or a number"),
+        ('{"prompt": "x", "answer": 1e400}', "'answer' is inf; expected a text or a number"),
+        ('{"prompt": "\\ud800", "answer": "1"}', "half a character"),
+        ({"prompt": [{"role": "user", "content": "\ud800"}], "answer": "1"}, "half a character"),
+        ('{"prompt": "x", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}", "not JSON"),
     ],
 )
 def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path: Path, bad: object, told: str) -> None:
@@ -76,6 +81,47 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
         read(tmp_path / "p.parquet", DataConfig())
 
 
+@pytest.mark.parametrize("place", [slice(100, 2000), slice(-200, -8)], ids=["pages", "footer"])
+def test_a_parquet_file_that_is_damaged_is_named(tmp_path: Path, place: slice) -> None:
+    rows = [{"prompt": f"{n}+1?", "answer": str(n + 1)} for n in range(2000)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    content = bytearray((tmp_path / "p.parquet").read_bytes())
+    content[place] = bytes(byte ^ 0x5A for byte in content[place])
+    (tmp_path / "p.parquet").write_bytes(content)
+    with pytest.raises(DataError, match="p.parquet is no Parquet file"):
+        read(tmp_path / "p.parquet", DataConfig())
+
+
+@pytest.mark.parametrize("kind", ["text", "time"])
+def test_a_row_of_parquet_that_python_cannot_hold_is_a_bad_line(tmp_path: Path, kind: str) -> None:
+    good = pyarrow.array(["1+1?", "2+2?", "3+3?"])
+    starts, text = pyarrow.array([0, 1, 2, 3], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"a\xffb")
+    bad = {
+        "text": pyarrow.StringArray.from_buffers(3, starts, text),
+        "time": pyarrow.array([0, 2**62, 0], pyarrow.timestamp("us")),
+    }
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": good, "answer": good, "other": bad[kind]}), path)
+    with pytest.raises(DataError, match="p.parquet, line 2: not a row"):
+        read(path, DataConfig())
+    loaded = read(path, DataConfig(skip_bad_lines=True))
+    assert (len(loaded.problems), loaded.bad) == (2, 1)
+
+
+def test_a_directory_is_told_from_a_file_that_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").mkdir()
+    with pytest.raises(DataError, match="p.jsonl is a directory"):
+        read(tmp_path / "p.jsonl", DataConfig())
+
+
+@pytest.mark.parametrize("answer", [12.5, True, "1000", -3, "twelve", float("inf"), None])
+def test_an_answer_of_aime_is_a_whole_number_below_1000(tmp_path: Path, answer: object) -> None:
+    path = jsonl(tmp_path / "p.jsonl", [{"problem": "p", "answer": 12.0}, {"problem": "p", "answer": answer}])
+    with pytest.raises(DataError, match="p.jsonl, line 2: 'answer' is "):
+        read(path, DataConfig(format="aime"))
+    assert [p.answer for p in read(path, DataConfig(format="aime", skip_bad_lines=True)).problems] == ["12"]
+
+
 PUBLISHED = {
     "gsm8k": ({"question": "How many?", "answer": "2+2 = <<2+2=4>>4\n#### 1,234"}, "1,234"),
     "math": ({"problem": "Find x.", "solution": r"So $x=\boxed{\frac{1}{2}}$.", "level": "Level 5"}, r"\frac{1}{2}"),
@@ -98,6 +144,14 @@ def test_gpqa_choices_are_shuffled_the_same_way_each_time(tmp_path: Path) -> Non
     assert problems == read(path, DataConfig(format="gpqa")).problems
     assert {problem.answer for problem in problems} == set("ABCD")
     assert all(f"({problem.answer}) right" in problem.prompt for problem in problems)
+
+
+@pytest.mark.parametrize(("column", "text"), [("Question", " "), ("Correct Answer", ""), ("Incorrect Answer 1", "a")])
+def test_a_row_of_gpqa_has_a_question_and_different_choices(tmp_path: Path, column: str, text: str) -> None:
+    row = {"Question": "Q", "Correct Answer": "a", **{f"Incorrect Answer {n}": f"b{n}" for n in (1, 2, 3)}}
+    path = jsonl(tmp_path / "p.jsonl", [row, {**row, column: text}])
+    with pytest.raises(DataError, match="p.jsonl, line 2: expected a question and four different choices"):
+        read(path, DataConfig(format="gpqa"))
 
 
 @pytest.mark.parametrize("column", ["Question", "Correct Answer", "Incorrect Answer 2"])

@@ -220,6 +220,8 @@ SIZES = [  # numbers that differ in the digits that count
     ("e^{-40}", "e^{-50}", False),
     ("1.234567890123456789012345678901", "1.234567890123456789012345678902", False),
     ("0.333333", r"\frac13", True),
+    (r"\sqrt{3+2\sqrt{2}}-1-\sqrt{2}", "0", True),
+    ("10^{-9}", "0", False),
     ("0.33", r"\frac13", False),
 ]
 GOLD = [r"\frac{\sqrt{3}}{2}", r"[2, 5)", r"\{1,2\}", r"x^2+2x+1", r"\text{Evelyn}", "C", "3.25", r"90^\circ", "-7"]
