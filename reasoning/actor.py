@@ -5,6 +5,7 @@ of the embodied actor; what differs is the batch and how its log-probs are compu
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from embodied_rl import algorithms as rl
 from embodied_rl.sums import Sums
-from embodied_rl.workers.actor import ActorWorker
+from embodied_rl.workers.actor import CRITIC, ActorWorker
+from embodied_rl.workers.parity import Gap
 from reasoning.config import MathConfig
 from reasoning.data import Problem
 from reasoning.models import LanguageModel, encode, load_tokenizer
 from reasoning.packing import Row, Sample, cut, token_scores
-from reasoning.samples import Group
+from reasoning.samples import Completion, Group
 from reasoning.workers import use_cores
 from scheduler.stage import Output
 
@@ -35,8 +37,8 @@ MEAN_OVER = {
     "losses/kl": "tokens",
     "losses/value": "tokens",
     "losses/value_clip_fraction": "tokens",
-    "sampling/logprob_gap_mean": "tokens",
 }
+ROUNDING = {"float32": 0.005, "bfloat16": 0.1}  # what it explains of the mean distance of sampler and actor
 
 
 @dataclass
@@ -79,7 +81,7 @@ class LanguageActor(ActorWorker):
         self.reference_model: LanguageModel | None = None
         if config.algorithm.kl_coef and not self.policy.has_adapters:
             self.reference_model = copy.deepcopy(self.policy).requires_grad_(False)
-        self.warms_up = False
+        self.warms_up = self.has_learned = False
         self.spec = None  # type: ignore[assignment]
         self.waiting: list[Group] = []  # of this iteration, until enough of them can be learned from
         self.accumulated: tuple[Sums, dict[str, Tensor]] | None = None
@@ -138,6 +140,7 @@ class LanguageActor(ActorWorker):
         """Gradients of some groups, not yet divided by the counts of the whole batch. Talks to no other rank."""
         if self.accumulated is None:
             self.optimizer.zero_grad()
+            self.gap = Gap()
             self.accumulated = Sums(), {}
             self.accumulated[0].begin_minibatch()
         sums, counts = self.accumulated
@@ -158,7 +161,7 @@ class LanguageActor(ActorWorker):
             raise RuntimeError(f"iteration {self.iteration} was given completions of version {min(stale)}")
         self.waiting += groups
         if not is_last:
-            useful = sum(not _is_flat(group) for group in self.waiting)
+            useful = sum(_differ(map(_score, group.completions)) for group in self.waiting)
             missing = self.config.sampling.prompts - int(self._total(torch.tensor(useful)))
             if missing > 0:
                 return Output([], {"missing": missing})
@@ -175,9 +178,29 @@ class LanguageActor(ActorWorker):
         if samples and self.config.algorithm.elastic:
             self._step_accumulated(sums, counts)
         elif samples:
+            self.gap = Gap()
             self._learn_from(batch, sums)
-        report = {"metrics": sums.means(self._total), "shown": groups[:1], "missing": 0}
+        metrics = sums.means(self._total)
+        if not self.has_learned and all(group.version == self.iteration for group in groups):
+            self._require_equal_models(metrics)
+        self.has_learned |= samples > 0
+        report = {"metrics": metrics, "shown": groups[:1], "missing": 0}
         return Output(self.weights([]) if self.rank == 0 else [], report)
+
+    def weights(self, _: list[Any]) -> list[dict[str, Tensor]]:
+        """The parameters that learning changes, for the samplers, which have no critic."""
+        [state] = super().weights(_)
+        return [{name: tensor for name, tensor in state.items() if not name.startswith(CRITIC)}]
+
+    def _require_equal_models(self, metrics: dict[str, float]) -> None:
+        """In the first update, the sampler must have scored its tokens as this model did before it."""
+        apart, limit = metrics.get("sampling/logprob_gap_mean", 0.0), ROUNDING[self.config.model.dtype]
+        if not apart <= limit:
+            raise RuntimeError(
+                f"before the first update, log-probabilities of the actor and of the sampler are {apart:.3g} apart on "
+                f"average (rounding explains {limit}), {metrics['sampling/logprob_gap_max']:.3g} at most. Likely: they "
+                f"have other parameters or another temperature (sampling.engine={self.config.sampling.engine})"
+            )
 
     # ------------------------------------------------------------------------------------------ the batch
 
@@ -214,9 +237,9 @@ class LanguageActor(ActorWorker):
             batch.old = _padded([row.tolist() for row in logprobs])
             batch.value = _padded([row.tolist() for row in values]) if values else None
         valid = kept
-        if algorithm.drop_flat_groups:  # judged by the rewards themselves, without the penalty below
-            kept = rl.group_advantages(score, group_id, "dr_grpo", valid=valid) != 0
-            kept = torch.isin(group_id, group_id[kept]) & valid
+        if algorithm.drop_flat_groups:
+            differ = [_differ(map(_score, group.completions)) for group in groups for _ in group.completions]
+            kept = valid & torch.tensor(differ, dtype=torch.bool)
         mask = _mask(samples)
         penalty = torch.zeros(mask.shape)
         if penalised and batch.old is not None and batch.reference is not None:
@@ -251,7 +274,8 @@ class LanguageActor(ActorWorker):
         for name in self.config.reward.functions:
             known = [c.rewards[name] for c in completions if c.rewards[name] is not None]
             self._mean(sums, f"reward/{name}", torch.tensor(known))
-        self._mean(sums, "grpo/zero_std_fraction", torch.tensor([float(_is_flat(group)) for group in groups]))
+        flat = [float(not _differ(c.reward for c in group.completions)) for group in groups]
+        self._mean(sums, "grpo/zero_std_fraction", torch.tensor(flat))
         stale = [float(self.iteration - group.version) for group in groups]
         self._mean(sums, "sampling/staleness", torch.tensor(stale))
         sums.add("completions/tokens", float(self._total(lengths.sum())))
@@ -285,11 +309,14 @@ class LanguageActor(ActorWorker):
                 self._one_step(batch.rows(index), sums)
 
     def _one_step(self, minibatch: _Batch, sums: Sums) -> None:
-        """One optimiser step."""
+        """One optimiser step; none without a completion on any rank."""
         totals = self._denominators(minibatch)
+        if not totals["elements"]:  # fewer completions than minibatches
+            return
         sums.begin_minibatch()
         self.optimizer.zero_grad()
         self._backward(minibatch, totals, sums)
+        self._note_gap(sums)
         sums.add("losses/grad_norm", float(self._reduce_and_clip_gradients()))
         self.optimizer.step()
 
@@ -299,13 +326,22 @@ class LanguageActor(ActorWorker):
         totals = {name: self._total(counts.get(name, zero)) for name, zero in none.items()}
         if not counts:  # this rank was given no group
             self.optimizer.zero_grad()
+            self.gap = Gap()
             sums.begin_minibatch()
+        self._note_gap(sums)
         for parameter in self.policy.parameters():
             if parameter.grad is not None:
                 parameter.grad /= totals["policy"]
         sums.divide({name: totals[count] for name, count in MEAN_OVER.items()})
         sums.add("losses/grad_norm", float(self._reduce_and_clip_gradients()))
         self.optimizer.step()
+
+    def _note_gap(self, sums: Sums) -> None:
+        """The distance of sampler and actor in an iteration's first step."""
+        if self.gap is not None:
+            for name, value in self.gap.metrics(self._total, self._largest).items():
+                sums.add(name, value)
+            self.gap = None
 
     def _cut(self, samples: list[Sample]) -> list[list[Row]]:
         return cut(samples, self.config.algorithm.token_budget, self.policy.network.config.hidden_size)
@@ -372,7 +408,8 @@ class LanguageActor(ActorWorker):
             loss = loss + algorithm.value_coef * error.sum() / totals["tokens"]
             note("losses/value", error)
             note("losses/value_clip_fraction", clipped.float())
-        note("sampling/logprob_gap_mean", torch.where(mask, (logprob.detach() - sampler).abs(), 0.0))
+        if self.gap is not None:
+            self.gap.add(logprob, sampler, mask)
         sums.add_part("losses/policy", policy_part)
         note("losses/entropy", scores.entropy)
         note("losses/approx_kl", policy.approx_kl)
@@ -414,9 +451,14 @@ def _samples(groups: list[Group]) -> list[Sample]:
     return [Sample(group.prompt.number, group.prompt_ids, c.ids) for group in groups for c in group.completions]
 
 
-def _is_flat(group: Group) -> bool:
-    """Whether all its rewards are equal, so that it teaches nothing."""
-    return len({c.reward for c in group.completions if c.reward is not None}) < 2
+def _score(completion: Completion) -> float | None:
+    """What dynamic sampling compares (DAPO, arXiv 2503.14476, equation 11): accuracy if it is paid, else the reward."""
+    return None if completion.reward is None else completion.rewards.get("accuracy", completion.reward)
+
+
+def _differ(values: Iterable[float | None]) -> bool:
+    """Whether a group teaches anything: not where all that is decided in it is equal."""
+    return len({value for value in values if value is not None}) > 1
 
 
 def _mask(samples: list[Sample]) -> Tensor:

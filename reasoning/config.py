@@ -99,7 +99,8 @@ class AlgorithmConfig(Section):
     clip_high: AboveZero | None = None
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     drop_flat_groups: bool | None = Field(
-        default=None, description="dynamic sampling: groups of equal rewards are left out"
+        default=None,
+        description="dynamic sampling: groups of equal accuracy (rewards, where it is not paid) are left out",
     )
     refill: Annotated[int, Field(ge=0)] = Field(
         default=0, description="rounds at most in which other problems are sampled in place of groups left out"

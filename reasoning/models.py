@@ -89,12 +89,11 @@ class LanguageModel(nn.Module):
         return {name: p.detach() for name, p in self._named().items() if not self._is_frozen(name)}
 
     def load_learned_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take such parameters; those of a critic only where there is one."""
+        """Take such parameters."""
         own = self._named()
         with torch.no_grad():
             for name, value in state.items():
-                if self.critic is not None or not name.startswith("critic."):
-                    own[name].copy_(value)
+                own[name].copy_(value)
 
     def _named(self) -> dict[str, nn.Parameter]:
         own = dict(self.network.named_parameters())

@@ -24,6 +24,7 @@ def learner(name: str, model: LanguageModel, **algorithm: object) -> LanguageAct
     actor.generator = torch.Generator().manual_seed(0)
     actor.optimizer, actor.iteration = actor._new_optimizer(config.algorithm.lr), 0
     actor.waiting, actor.accumulated, actor.warms_up = [], None, False
+    actor.has_learned = True  # log-probs of `scored` are not the model's
     return actor
 
 

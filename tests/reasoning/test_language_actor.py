@@ -17,7 +17,7 @@ from reasoning.data import Problem
 from reasoning.generate import Generator, Request
 from reasoning.models import LanguageModel, load_tokenizer
 from reasoning.packing import Sample, cut, token_scores
-from reasoning.samples import Sampling
+from reasoning.samples import Group, Sampling
 from scheduler.cluster import Cluster
 from scheduler.executor import Executor
 from scheduler.flow import Flow
@@ -29,6 +29,14 @@ RAGGED = [([5, 6], [[7], [8, 9, 4]]), ([9], [[3, 3], [4], [6, 6, 6, 6]]), ([4, 4
 
 def tiny(has_critic: bool = False, **model: Any) -> LanguageModel:
     return LanguageModel(ModelConfig(**{"path": "tiny", **model}), trains=True, seed=0, has_critic=has_critic)
+
+
+def of_the_model(groups: list[Group], actor: LanguageActor, apart: float = 0.0) -> list[Group]:
+    """The same groups with the log-probs that the actor's model gives, or others that far from them."""
+    completions = [completion for group in groups for completion in group.completions]
+    for completion, logprob in zip(completions, actor._score(actor.policy, _samples(groups))[0], strict=True):
+        completion.logprobs = (logprob - apart).tolist()
+    return groups
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
@@ -112,7 +120,7 @@ def test_nothing_is_learned_until_flat_groups_have_been_replaced() -> None:
     actor = learner("dapo", tiny(), refill=1)
     flat, useful, other = scored(RAGGED)
     for completion in flat.completions:
-        completion.reward = 1.0
+        completion.rewards, completion.reward = {"accuracy": 1.0}, 1.0
     before = actor.policy.network.lm_head.weight.detach().clone()
     output = actor.update([flat, useful], False)
     assert output.items == [] and output.report == {"missing": 1}
@@ -121,6 +129,55 @@ def test_nothing_is_learned_until_flat_groups_have_been_replaced() -> None:
     assert output.report["missing"] == 0 and output.report["metrics"]["losses/samples"] == 5
     assert output.report["metrics"]["grpo/zero_std_fraction"] == pytest.approx(1 / 3)
     assert not torch.equal(before, actor.policy.network.lm_head.weight) and actor.waiting == []
+
+
+@pytest.mark.parametrize(("accuracies", "reward", "kept"), [([1.0, 1.0], [0.7, 1.0], 0), ([0.0, 1.0], [0.5, 0.5], 2)])
+def test_groups_are_left_out_by_accuracy_and_not_by_penalties(
+    accuracies: list[float], reward: list[float], kept: int
+) -> None:
+    groups = scored([([5], [[7, 8], [9]])])
+    for completion, right, paid in zip(groups[0].completions, accuracies, reward, strict=True):
+        completion.rewards, completion.reward = {"accuracy": right}, paid
+    metrics = learner("dapo", tiny()).update(groups).report["metrics"]
+    assert metrics["losses/samples"] == kept
+    assert metrics["grpo/zero_std_fraction"] == float(reward[0] == reward[1])
+
+
+def test_minibatches_that_are_empty_are_no_steps() -> None:
+    steps = []
+    for minibatches in (2, 5):
+        actor = learner("grpo", tiny(), minibatches=minibatches, weight_decay=0.1, lr=1e-2)
+        metrics = actor.update(scored([([5], [[7, 8], [9]])])).report["metrics"]
+        steps.append((metrics, actor.policy.network.lm_head.weight.detach().clone()))
+    assert steps[0][0] == pytest.approx(steps[1][0]) and torch.equal(steps[0][1], steps[1][1])
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize(("apart", "version", "is_refused"), [(0.0, 0, False), (0.5, 0, True), (0.5, -1, False)])
+def test_a_sampler_that_has_another_model_is_told_in_the_first_update(
+    apart: float, version: int, is_refused: bool, elastic: bool
+) -> None:
+    actor = learner("grpo", tiny(), elastic=elastic)
+    sampling = actor.config.sampling.model_copy(update={"ahead": 1})
+    actor.has_learned, actor.config = False, actor.config.model_copy(update={"sampling": sampling})
+    groups = of_the_model(scored(RAGGED), actor, apart)
+    for group in groups:
+        group.version = version
+    if elastic:
+        actor.accumulate(groups)
+    if is_refused:
+        with pytest.raises(RuntimeError, match=r"0.5 apart on average \(rounding explains 0.005\), 0.5 at most"):
+            actor.update(groups)
+        return
+    metrics = actor.update(groups).report["metrics"]
+    assert metrics["sampling/logprob_gap_mean"] == pytest.approx(apart, abs=1e-4)
+    assert metrics["sampling/logprob_gap_max"] == pytest.approx(apart, abs=1e-4)
+    actor.update(of_the_model(scored(RAGGED), actor, 1.0))  # later the two may differ
+
+
+def test_samplers_are_given_no_critic() -> None:
+    [weights] = learner("ppo", tiny(has_critic=True)).weights([])
+    assert set(weights) == set(tiny().learned_state())
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +217,10 @@ def test_adapters_of_a_mixture_of_experts_learn_and_its_log_probs_are_those_of_s
 
 
 def test_two_real_ranks_report_what_one_does_for_ragged_groups() -> None:
-    groups = scored(RAGGED)
     one = learner("dapo", tiny(), drop_flat_groups=False, minibatches=1)
+    groups = of_the_model(scored(RAGGED), one)
     one.config = one.config.model_copy(update={"model": ModelConfig(path="tiny")})
-    alone = one.update(scored(RAGGED)).report["metrics"]
+    alone = one.update(of_the_model(scored(RAGGED), one)).report["metrics"]
     with Cluster(cpu_slots=2) as cluster:
         place = parse_placement("actor: 0-1/1", 2, ["actor"])
         actor = cluster.start("actor", LanguageActor, place["actor"], one.config)

@@ -126,7 +126,7 @@ def test_group_sizes_may_differ_and_undecided_completions_take_no_part(model: La
 def test_dynamic_sampling_leaves_flat_groups_out_of_the_forward_pass(model: LanguageModel) -> None:
     groups = scored([([5, 6], [[7], [8, 9]]), ([9], [[3, 3], [4]])])
     for completion in groups[0].completions:
-        completion.reward = 1.0
+        completion.rewards, completion.reward = {"accuracy": 1.0}, 1.0
     batch = learner("dapo", model)._learnable(groups, Sums())
     assert [sample.prompt for sample in batch.samples] == [[9], [9]]
 
