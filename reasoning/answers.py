@@ -128,18 +128,15 @@ def plain_verdict(prediction: str, gold: str) -> bool | None:
     if all(in_base := [_IN_BASE.fullmatch(number) for number in numbers]):
         return len({(found[1].lstrip("+"), found[2]) for found in in_base if found}) == 1
     if not all(_IS_NUMBER.fullmatch(number) for number in numbers):
-        return True if normal_form(prediction) == normal_form(gold) else None
+        return True if _squeezed(prediction) == _squeezed(gold) else None
     ours, theirs = (Decimal(number.replace(",", "")) for number in numbers)
     return ours == theirs
 
 
 def normal_form(answer: str) -> str:
     """A text that answers have in common that are written almost alike, as "x = 5.0" and "5"."""
-    text = re.sub(r"\s+|\\left|\\right|\\[,;:! ]", "", _plain(answer)).replace("dfrac", "frac").replace("tfrac", "frac")
-    text = re.sub(r"^[A-Za-z]=", "", text)
-    if text and _IS_NUMBER.fullmatch(text):
-        return str(Decimal(text.replace(",", "")).normalize())
-    return text.casefold()
+    text = re.sub(r"^[A-Za-z]=", "", _squeezed(value_of(answer)))
+    return str(Decimal(text.replace(",", "")).normalize()) if _IS_NUMBER.fullmatch(text) else text
 
 
 def verdict(prediction: str, gold: str) -> bool | None:
@@ -286,6 +283,11 @@ def _plain(text: str) -> str:
     text = re.sub(r"[¼-¾⅓-⅞]", lambda found: unicodedata.normalize("NFKC", found[0]).replace("⁄", "/"), text)
     text = _DELIMITER.sub("", _THIN_SPACE.sub("", text)).strip()
     return text.replace(" ", "") if _SPACED.fullmatch(text) else text
+
+
+def _squeezed(text: str) -> str:
+    text = re.sub(r"\s+|\\left|\\right|\\[,;:! ]", "", _plain(text))
+    return re.sub(r"\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))", r"(\1\2/\3\4)", text)
 
 
 @lru_cache(maxsize=256)

@@ -32,7 +32,7 @@ def run_benchmark(config: MathConfig, samples: int, temperature: float, out: Pat
         there = config.cluster
         with Cluster(there.address, there.cpu_slots, there.timeout_s) as cluster:
             team = MathTeam(config, cluster, ("sampler", "judge"))
-            judged = team.evaluate(loaded.problems, samples, temperature)
+            judged = team.evaluate(loaded.problems[: config.evaluation.problems], samples, temperature)
             verdicts = team.verdicts()
             team.close()
         found = evaluate.accuracy(judged)
@@ -41,6 +41,7 @@ def run_benchmark(config: MathConfig, samples: int, temperature: float, out: Pat
         about = {"model": config.model.path, "benchmark": config.data.test, "problems": len(judged)}
         about |= {"samples": samples, "temperature": temperature, "too_long": loaded.long, "bad_lines": loaded.bad}
         (out / "result.json").write_text(json.dumps({**about, "verdicts": verdicts, **content}, indent=1))
+        evaluate.show("completions", *evaluate.table(judged, config.evaluation.completions))
         for name, estimate in found.items():
             print(f"{name:10} {estimate}")
         left_out = f"; left out: {loaded.long} too long, {loaded.bad} bad lines" if loaded.long + loaded.bad else ""

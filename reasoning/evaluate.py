@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from embodied_rl.report_data import wilson_interval
-from reasoning.answers import answer_of
+from reasoning.answers import answer_of, normal_form
 from reasoning.samples import Group
 
 
@@ -85,8 +88,8 @@ def pass_at(k: int, count: int, right: int) -> float:
 def majority(problem: Judged, count: int) -> bool:
     """Whether the answer that most of the first `count` completions gave is right; of equal ones the earliest."""
     given = [(answer, verdict) for answer, verdict in zip(problem.answers, problem.verdicts, strict=True)][:count]
-    # Right answers are one answer however they are written; wrong ones are told apart by their text.
-    votes = Counter(True if verdict else answer for answer, verdict in given if answer is not None)
+    # Right answers are one answer however they are written; wrong ones where they are written almost alike.
+    votes = Counter(True if verdict else normal_form(answer) for answer, verdict in given if answer is not None)
     return bool(votes) and votes.most_common(1)[0][0] is True
 
 
@@ -106,6 +109,16 @@ def table(problems: Sequence[Judged], most: int) -> tuple[list[str], list[list[s
         for p in problems[:most]
     ]
     return ["prompt", "completion", "answer", "reference", "verdict"], rows
+
+
+def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table, of long cells the beginning; nothing without rows."""
+    if not rows:
+        return
+    shown = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        shown.add_row(*(Console().render_str(cell[:200], markup=False, highlight=False) for cell in row))
+    Console().print(shown)
 
 
 def prompt_text(prompt: Any) -> str:

@@ -91,6 +91,11 @@ def _algorithm(config: MathConfig) -> Iterator[Fault]:
         )
     if algorithm.loss == "cispo" and algorithm.ratio_level != "token":
         yield Fault("algorithm.ratio_level", algorithm.ratio_level, "the loss cispo weights each token", "token")
+    if algorithm.loss == "cispo" and algorithm.dual_clip is not None:
+        yield Fault("algorithm.dual_clip", algorithm.dual_clip, "the loss cispo has no second clip", "null")
+    if algorithm.name == "ppo" and algorithm.group_advantage is not None:
+        problem = "ppo has its advantages from a critic, not from groups"
+        yield Fault("algorithm.group_advantage", algorithm.group_advantage, problem, "null")
     if algorithm.name == "ppo" and algorithm.ratio_level != "token":
         yield Fault("algorithm.ratio_level", algorithm.ratio_level, "ppo has an advantage for each token", "token")
     whole_batch = {

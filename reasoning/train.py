@@ -13,9 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rich.console import Console
-from rich.table import Table
-
 from embodied_rl import train as runs
 from embodied_rl.progress import duration
 from embodied_rl.report_completions import COMPLETIONS_FILE
@@ -190,10 +187,7 @@ class MathTraining(runs.Training):
         """On the console, in W&B and in the report."""
         if not rows:
             return
-        shown = Table(*columns, title=title, title_justify="left")
-        for row in rows:
-            shown.add_row(*(Console().render_str(cell[:200], markup=False, highlight=False) for cell in row))
-        Console().print(shown)
+        evaluate.show(title, columns, rows)
         self.tracker.table(self.iteration, f"completions/{title.partition(',')[0]}", columns, rows)
         with (self.run_dir / COMPLETIONS_FILE).open("a", encoding="utf-8") as file:
             for row in rows:

@@ -21,7 +21,7 @@ import psutil
 
 from reasoning.answers import answer_of, is_answer, plain_verdict, value_of
 
-START_S = 120.0
+START_S = 600.0  # of wall time: the imports of many processes that start at once on a busy machine
 WALL_FACTOR = 30.0  # a process that waits instead of computing is killed after so many times the bound
 POLL_S = 0.05
 Verdict = bool | None
@@ -162,10 +162,12 @@ class _Process:
     def ask(self, pair: tuple[str, str]) -> None:
         if not self._started:
             ready, _, _ = select.select([self.reply], [], [], START_S)
-            if not ready or self.reply.readline() != b"ready\n":
+            if not ready:
                 raise RuntimeError(
-                    "the process that compares answers does not start: pip install 'embodied-rl[reasoning]'"
+                    f"the process that compares answers has not started within {START_S:.0f} s: is it too busy?"
                 )
+            if self.reply.readline() != b"ready\n":
+                raise RuntimeError("the process that compares answers ended: pip install 'embodied-rl[reasoning]'")
             self._started = True
         self._cpu_s, self._since = self._cpu(), time.monotonic()
         try:

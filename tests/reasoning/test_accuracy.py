@@ -45,6 +45,11 @@ def test_the_majority_counts_right_answers_together_and_no_answer_not_at_all() -
     assert majority(written_otherwise, 5)
 
 
+def test_wrong_answers_that_are_written_almost_alike_are_counted_together() -> None:
+    assert not majority(judged(["4", "4", "5", "5.0", "x=5"]), 5)
+    assert not majority(judged(["4", "4", r"\dfrac{1}{2}", r"\frac12", r"\frac{1}{2}"]), 5)
+
+
 def test_estimates_of_several_completions() -> None:
     found = accuracy([judged(["4", "5", "4", "4"]), judged(["5", "5", "5", "4"])])
     assert list(found) == ["pass@1", "avg@4", "maj@4", "pass@2", "pass@4"]

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
 from embodied_rl.checkpoint import save_checkpoint
+from embodied_rl.cli import app
 from embodied_rl.kinds import kind_of, kinds
 from embodied_rl.schema import all_keys
 from reasoning import cli
@@ -56,6 +58,9 @@ def test_the_memory_of_published_shapes_is_that_of_their_parameters(capsys: pyte
         ("algorithm={elastic: true, name: gspo, aggregation: token-mean, kl_coef: 0.1}", "needs the whole batch"),
         ("algorithm={name: cispo, ratio_level: sequence}", "the loss cispo weights each token"),
         ("algorithm={importance_cap: null}", ""),
+        ("algorithm={name: ppo, group_advantage: rloo}", "ppo has its advantages from a critic"),
+        ("algorithm={name: cispo, dual_clip: 3}", "the loss cispo has no second clip"),
+        ("algorithm={name: grpo, dual_clip: 3}", ""),
         ("reward.functions={acuracy: 1}", "nearest: accuracy"),
         ("reward.functions={}", "reward.functions"),
         ("sampling.engine=vllm", "pip install vllm"),
@@ -86,6 +91,12 @@ def test_a_resolved_configuration_can_be_read_again_and_is_known_by_its_sections
     assert kind_of(str(tmp_path)) is kind_of("tiny_addition") is kinds()["math"]
     assert kind_of("smollm2_aritmetic") is kinds()["math"] and kind_of("cartpole_ppo") is None
     assert kind_of(str(tmp_path / "nowhere.yaml")) is None
+
+
+@pytest.mark.parametrize("option", ["--resume", "--wandb=offline", "--seed=0", "--episodes=5"])
+def test_options_that_a_benchmark_does_not_have_are_refused(option: str) -> None:
+    result = CliRunner().invoke(app, ["eval", "tiny_addition", "--benchmark", "digits:1", option])
+    assert result.exit_code == 2 and f"{option.partition('=')[0]} = " in result.output
 
 
 def test_an_evaluation_names_what_is_wrong_with_its_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,12 +99,16 @@ def test_a_run_leaves_what_its_readers_expect(unbroken: Path) -> None:
     assert (unbroken / "lock").exists()
 
 
-def test_evaluation_of_a_run_with_several_completions(unbroken: Path, tmp_path: Path) -> None:
-    assert cli.evaluate([str(unbroken), "data.test_size=8"], "digits:1", 4, 1.0, tmp_path) == 0
+def test_evaluation_of_a_run_with_several_completions(
+    unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.evaluate([str(unbroken), "evaluation.problems=8"], "digits:1", 4, 1.0, tmp_path) == 0
     content = json.loads((tmp_path / "result.json").read_text())
     assert content["problems"] == 8 and {"pass@1", "avg@4", "maj@4", "pass@2", "pass@4"} <= set(content)
     problems = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
     assert len(problems) == 8 and all(len(problem["answers"]) == 4 for problem in problems)
+    shown = capsys.readouterr().out
+    assert "reference" in shown and "verdict" in shown
 
 
 def test_it_learns_to_add_from_the_reward_alone(tmp_path: Path) -> None:

@@ -190,6 +190,9 @@ NOTATION = [
     ("∞", r"\infty", True),
     ("x²", "x^2", True),
     ("x²", "x^3", False),
+    ("x=5", "y=5", False),
+    (r"2\frac{1}{2}", "21/2", False),
+    (r"\left( 1,\, \frac12 \right)", r"(1,\dfrac{1}{2})", True),
     ("€5", "5", True),
     ("£5", "5", True),
     (r"0.\overline{3}", r"\frac13", True),
@@ -334,6 +337,21 @@ def test_a_module_of_the_same_name_in_the_working_directory_is_not_taken(
     monkeypatch.chdir(tmp_path)
     with Verifier() as verifier:
         assert verifier.verify("1/2", r"\frac{2}{4}") is True
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "told"),
+    [
+        ("reasoning.verifier", "START_S", 0.0, "has not started within 0 s: is it too busy"),
+        ("sys", "executable", "/bin/false", "pip install"),
+    ],
+)
+def test_a_process_that_is_slow_is_told_from_one_that_cannot_start(
+    module: str, name: str, value: object, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{module}.{name}", value)
+    with Verifier() as verifier, pytest.raises(RuntimeError, match=told):
+        verifier.verify("1/2", r"\frac{2}{4}")
 
 
 def test_works_in_a_thread() -> None:
