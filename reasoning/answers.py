@@ -38,12 +38,12 @@ _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9}
 _IN_MATHS = (  # letters that are no words: commands, functions, products of variables as 3xyz
     r"\\(?:begin|end)\s*\{[a-z]+\*?\}(?:\{[lcr|]+\})?|\\[a-z]+|(?<=[\^_]\{)[a-z]+|(?<![a-z])(?:max|min|sec|gcd|lcm)(?=\()"
     rf"|(?<![a-z])(?:{_FUNCTIONS}|exp|sqrt|percent|degrees|cup|cap|and|{'|'.join(_POWERS)})(?![a-z])"
-    r"|(?:(?<=[\d}{+*^_(=])|(?<=[+*^=]\s))[a-dnp-rv-z]{2,}(?![a-z])|(?<![a-z\\])[a-dnp-rv-z]{2,}(?=\s?[+*^=]|[\d_({])"
+    r"|(?:(?<=[\d}{+*^_(=])|(?<=[+*^]\s))[a-dnp-rv-z]{2,}(?![a-z])|(?<![a-z\\])[a-dnp-rv-z]{2,}(?=\s?[+*^]|[\d_({=])"
 )
 _WORD = re.compile(rf"(?i)({_IN_MATHS})|([^\W\d_]{{2,}})(?:\^\{{?-?\d\}}?)?")
 _SHORT_WORDS = {"is", "it", "so", "we", "he"}
 _BREAK = re.compile(  # in a sentence: an article, a unit of one letter, the end of a sentence
-    r"\b[aAI]\s+(?=\d|[a-z]{2})|['’][a-z]{1,2}\b|[.;:?!](?=\s|$)"
+    r"\b[aAI]\s+(?=\d|[a-z]{2})|['’][a-z]{1,2}\b|[.;:?!](?=\s|$)|\*\*(?=\s|$)|(?<!\S)\*\*"
     r"|(?<=\d)\s?[mgshlL](?:/[smh])?(?:\^\{?\d\}?)?(?![\w(+*/=^])"
 )
 _LEFT_EDGE, _RIGHT_EDGE = " \t,;:=$*\"'`>|", " \t,;:=$*\"'`<|.!?+-–—/\\"
@@ -161,7 +161,7 @@ def _marked_answer(text: str, gold: str) -> str | None:
     cues = [cue for cue in _CUE.finditer(text) if not any(start < cue.start() < end for start, end, _ in boxes)]
     for cue, end in zip(cues, [*(cue.start() for cue in cues[1:]), len(text)], strict=False):
         if said := _CUED.match(text, cue.end(), end):
-            marks.append((cue.start(), said[1], quantity if cue[0] == "####" else _first_expression))
+            marks.append((cue.start(), said[1], _leading_expression if cue[0] == "####" else _first_expression))
     if _is_choice(gold):
         marks += [(choice.start(), choice[0], str) for choice in _RIGHT_CHOICE.finditer(text)]
     marks.sort(key=lambda mark: mark[0], reverse=True)
@@ -186,6 +186,11 @@ def _answer_in(text: str, gold: str, choose: Choose) -> str | None:
 def _last_expression(text: str) -> str | None:
     found = _maths(text) or _expressions(text)
     return found[-1] if found else None
+
+
+def _leading_expression(text: str) -> str | None:
+    found = _expressions(text)
+    return found[0] if found and not _trimmed(text.partition(found[0])[0]) else None
 
 
 def _first_expression(text: str) -> str | None:
@@ -232,8 +237,8 @@ def _maths(text: str) -> list[str]:
 def _expressions(text: str) -> list[str]:
     """What is between the words of a sentence and holds a number or a command."""
     parts = _WORD.sub(lambda word: word[1] or "\n", _BREAK.sub("\n", _TEXT.sub(r" \1 ", text))).splitlines()
-    found = [_trimmed(part) for part in parts]
-    found = [part if part.count("(") == part.count(")") else part.strip("()") for part in found]
+    found = [_trimmed(part.lstrip(" )").rstrip(" (")) for part in parts]
+    found = [part if part.count("(") == part.count(")") else _trimmed(part.strip("()")) for part in found]
     found = [re.sub(r"^[^A-Za-z\\]*=\s*", "", part) for part in found]  # 7 of 3 + 4 = 7
     return [part for part in found if re.search(r"\d|\\[A-Za-z]|[∞√π½-¾]", part)]
 
