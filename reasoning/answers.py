@@ -340,7 +340,8 @@ def _are_apart(gold: Any, prediction: Any) -> bool:
     ours, theirs = (side.rhs if isinstance(side, sympy.Equality) else side for side in (gold, prediction))
     if ours == theirs or not all(isinstance(side, sympy.Expr) and side.is_number for side in (ours, theirs)):
         return False
-    return bool(abs(sympy.N(ours - theirs)) > CLOSE * abs(sympy.N(ours))) and not ours.equals(theirs)
+    smaller = min(abs(sympy.N(side)) for side in (ours, theirs))
+    return bool(abs(sympy.N(ours - theirs)) > CLOSE * smaller) and not ours.equals(theirs)
 
 
 def _equal_for_positive(gold: Any, prediction: Any) -> bool:

@@ -229,6 +229,12 @@ SIZES = [  # numbers that differ in the digits that count
     ("0.333333", r"\frac13", True),
     (r"\sqrt{3+2\sqrt{2}}-1-\sqrt{2}", "0", True),
     ("10^{-9}", "0", False),
+    ("0", "10^{-9}", False),
+    (r"\infty", "5", False),
+    (r"∞\%", r"\sqrt{2}+\pi", False),
+    (r"-\infty", r"\infty", False),
+    ("1000000i", "1000001i", False),
+    ("3+4i", "4i+3", True),
     ("0.33", r"\frac13", False),
 ]
 GOLD = [r"\frac{\sqrt{3}}{2}", r"[2, 5)", r"\{1,2\}", r"x^2+2x+1", r"\text{Evelyn}", "C", "3.25", r"90^\circ", "-7"]
