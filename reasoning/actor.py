@@ -161,7 +161,7 @@ class LanguageActor(ActorWorker):
             raise RuntimeError(f"iteration {self.iteration} was given completions of version {min(stale)}")
         self.waiting += groups
         if not is_last:
-            useful = sum(_differ(map(_score, group.completions)) for group in self.waiting)
+            useful = sum(_differ(map(_judged, group.completions)) for group in self.waiting)
             missing = self.config.sampling.prompts - int(self._total(torch.tensor(useful)))
             if missing > 0:
                 return Output([], {"missing": missing})
@@ -238,7 +238,7 @@ class LanguageActor(ActorWorker):
             batch.value = _padded([row.tolist() for row in values]) if values else None
         valid = kept
         if algorithm.drop_flat_groups:
-            differ = [_differ(map(_score, group.completions)) for group in groups for _ in group.completions]
+            differ = [_differ(map(_judged, group.completions)) for group in groups for _ in group.completions]
             kept = valid & torch.tensor(differ, dtype=torch.bool)
         mask = _mask(samples)
         penalty = torch.zeros(mask.shape)
@@ -451,7 +451,7 @@ def _samples(groups: list[Group]) -> list[Sample]:
     return [Sample(group.prompt.number, group.prompt_ids, c.ids) for group in groups for c in group.completions]
 
 
-def _score(completion: Completion) -> float | None:
+def _judged(completion: Completion) -> float | None:
     """What dynamic sampling compares (DAPO, arXiv 2503.14476, equation 11): accuracy if it is paid, else the reward."""
     return None if completion.reward is None else completion.rewards.get("accuracy", completion.reward)
 

@@ -159,12 +159,8 @@ def _gpqa(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:
 def _text(row: dict[str, Any], column: str) -> str:
     """A text or a number of a row, as a text."""
     value = row[column]
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, str | int | float | Decimal)
-        or value in (inf, -inf)
-        or value != value
-    ):
+    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool) and -inf < value < inf
+    if not isinstance(value, str) and not is_number:
         raise ValueError(f"'{column}' is {value!r}; expected a text or a number")
     return str(value)
 
