@@ -40,7 +40,7 @@ _IN_MATHS = (  # letters that are no words: commands, functions, products of var
     rf"|(?<![a-z])(?:{_FUNCTIONS}|exp|sqrt|percent|degrees|cup|cap|and|{'|'.join(_POWERS)})(?![a-z])"
     r"|(?:(?<=[\d}{+*^_(=])|(?<=[+*^]\s))[a-dnp-rv-z]{2,}(?![a-z])|(?<![a-z\\])[a-dnp-rv-z]{2,}(?=\s?[+*^]|[\d_({=])"
 )
-_WORD = re.compile(rf"(?i)({_IN_MATHS})|([^\W\d_]{{2,}})(?:\^\{{?-?\d\}}?)?")
+_WORD = re.compile(rf"(?i)(?=[\\\w])({_IN_MATHS})|([^\W\d_]{{2,}})(?:\^\{{?-?\d\}}?)?")
 _SHORT_WORDS = {"is", "it", "so", "we", "he"}
 _BREAK = re.compile(  # in a sentence: an article, a unit of one letter, the end of a sentence
     r"\b[aAI]\s+(?=\d|[a-z]{2})|['’][a-z]{1,2}\b|[.;:?!](?=\s|$)|\*\*(?=\s|$)|(?<!\S)\*\*"
@@ -250,7 +250,7 @@ def _trimmed(part: str) -> str:
 
 
 def _is_prose(text: str) -> bool:
-    words = [word[2].lower() for word in _WORD.finditer(_TEXT.sub(" ", text)) if word[2]]
+    words = (word[2].lower() for word in _WORD.finditer(_TEXT.sub(" ", text)) if word[2])
     return any(len(word) > 2 or word in _SHORT_WORDS for word in words)
 
 
