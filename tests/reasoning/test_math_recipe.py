@@ -171,3 +171,12 @@ def test_an_evaluation_says_what_cannot_be_read(
 ) -> None:
     assert cli.evaluate(["tiny_addition", override], benchmark, 1, 1.0, tmp_path) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_directory_of_problems_is_told_from_a_file_that_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.jsonl").mkdir()
+    assert dry_run("tiny_addition", f"data.train={tmp_path}/p.jsonl", f"data.test={tmp_path}/q.jsonl") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "p.jsonl: is a directory" in told and "q.jsonl: does not exist" in told
