@@ -199,15 +199,11 @@ def evaluate(
             _refuse([fault], "the evaluation")
         kind = None if suite else kind_of(chosen)
         if kind is not None and benchmark is not None:
-            given: dict[str, object] = {
-                "--episodes": episodes,
-                "--seed": seed,
-                "--videos": videos,
-                "--stochastic": stochastic or None,
-            }
-            given |= {"--resume": resume or None, "--wandb": None if wandb == "auto" else wandb, "--trials": trials}
-            useless = [name for name, value in given.items() if value is not None]
-            if faults := [Fault(name, given[name], "not of a benchmark", "leave it out") for name in useless]:
+            given: dict[str, object] = {"episodes": episodes, "seed": seed, "videos": videos, "stochastic": stochastic}
+            given |= {"trials": trials, "tasks": tasks, "envs": envs, "resume": resume or None}
+            given |= {"wandb": None if wandb == "auto" else wandb}
+            useless = {name: value for name, value in given.items() if value is not None}
+            if faults := [Fault(f"--{name}", useless[name], "not of a benchmark", "leave it out") for name in useless]:
                 _refuse(faults, "the evaluation")
             raise typer.Exit(kind.evaluate([chosen, *rest], benchmark, samples, temperature, out))
         if kind is not None:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from embodied_rl import algorithms as rl
 from embodied_rl.sums import Sums
 from embodied_rl.workers.actor import CRITIC, ActorWorker
-from embodied_rl.workers.parity import Gap
+from embodied_rl.workers.parity import Gap, Limit
 from reasoning.config import MathConfig
 from reasoning.data import Problem
 from reasoning.models import LanguageModel, encode, load_tokenizer
@@ -38,7 +38,6 @@ MEAN_OVER = {
     "losses/value": "tokens",
     "losses/value_clip_fraction": "tokens",
 }
-ROUNDING = {"float32": 0.005, "bfloat16": 0.1}  # what it explains of the mean distance of sampler and actor
 
 
 @dataclass
@@ -194,7 +193,7 @@ class LanguageActor(ActorWorker):
 
     def _require_equal_models(self, metrics: dict[str, float]) -> None:
         """In the first update, the sampler must have scored its tokens as this model did before it."""
-        apart, limit = metrics.get("sampling/logprob_gap_mean", 0.0), ROUNDING[self.config.model.dtype]
+        apart, limit = metrics.get("sampling/logprob_gap_mean", 0.0), Limit.of(self.policy).mean
         if not apart <= limit:
             raise RuntimeError(
                 f"before the first update, log-probabilities of the actor and of the sampler are {apart:.3g} apart on "

@@ -59,7 +59,7 @@ def evaluate(words: list[str], benchmark: str, samples: int, temperature: float,
     if samples > 1 and temperature == 0:
         faults.append(Fault("--temperature", 0, "all samples would be equal", "one sample, or a temperature above 0"))
     if faults:
-        print_faults(faults, "evaluation")
+        print_faults(faults, "the evaluation")
         return 2
     from reasoning.benchmark import run_benchmark
 

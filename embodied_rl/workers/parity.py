@@ -20,7 +20,7 @@ class Limit:
     @staticmethod
     def of(network: torch.nn.Module) -> Limit:
         """By the coarsest type that a network computes in."""
-        types = {parameter.dtype for parameter in network.parameters()}
+        types = {parameter.dtype for parameter in network.parameters() if parameter.is_floating_point()}
         return Limit(0.005, 0.1) if all(torch.finfo(one).bits >= 32 for one in types) else Limit(0.1, 2.0)
 
 
