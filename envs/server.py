@@ -14,9 +14,11 @@ import argparse
 import hmac
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -53,7 +55,8 @@ class EnvServer:
     """Serves envs of one kind and id until `stop`.
 
     Args:
-        bind: "ipc://PATH", or "tcp://HOST:PORT", with "*" for any free port.
+        bind: "ipc://PATH", with "*" for one in a new folder that no other user can enter, or "tcp://HOST:PORT", with
+            "*" for any free port.
         token: what clients have to know; needed where others than this machine can connect.
 
     Raises ValueError for an address that would be open to everybody, or is another server's or a file.
@@ -68,10 +71,12 @@ class EnvServer:
         self.sessions: dict[bytes, Session] = {}
         self.counts: Counter[str] = Counter()
         self._context = zmq.Context()
+        self._place: tuple[Path, int] | None = None  # the socket's file, and its inode
+        self._folder = private_folder() if bind == "ipc://*" else None
         try:
-            self._bind(bind, token)
+            self._bind(f"ipc://{self._folder}/socket" if self._folder else bind, token)
         except BaseException:
-            self._context.destroy(linger=0)  # the garbage collector would wait for its sockets
+            self.close(linger=0)  # the garbage collector would wait for its sockets
             raise
         self._threads = ThreadPoolExecutor(self.limits.max_sessions, "session")
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
@@ -89,7 +94,9 @@ class EnvServer:
         self._router.bind(bind)
         self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if self.address.startswith("ipc://"):
-            os.chmod(self.address.removeprefix("ipc://"), 0o600)
+            path = Path(self.address.removeprefix("ipc://")).absolute()
+            path.chmod(0o600)
+            self._place = path, path.stat().st_ino
 
     def _guard(self, token: bytes | None) -> zmq.Socket | None:
         """Ask for CURVE keys made from the token; what decides on them answers libzmq's questions (ZAP, RFC 27)."""
@@ -138,7 +145,16 @@ class EnvServer:
                         session.pool.close()
             finally:
                 self._router.disable_monitor()
-                self._context.destroy(linger=1000)
+                self.close()
+
+    def close(self, linger: int = 1000) -> None:
+        """Leave the address; `run` does so as it ends. `linger`: milliseconds for what is still to be sent."""
+        with suppress(OSError):
+            if self._place is not None and self._place[0].stat().st_ino == self._place[1]:  # else it is another's
+                self._place[0].unlink()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._context.destroy(linger)
 
     def stop(self, at_once: bool = False) -> None:
         """Take no new sessions and end when those there are have ended, or their time is over. From any thread."""
@@ -367,8 +383,17 @@ def require_free(bind: str) -> None:
         raise ValueError(f"a server listens at {path} already")
 
 
+def private_folder() -> str:
+    """A new folder for a socket, where its path does not exceed the 107 bytes that it may have."""
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="env-server-", dir=usual if len(os.fsencode(usual)) < 80 else "/tmp")
+
+
 def serve_metrics(server: EnvServer, port: int) -> int:
-    """Answer `/healthz` and `/metrics` (Prometheus) on this machine's loopback, in a thread; returns the port."""
+    """Answer `/healthz` and `/metrics` (Prometheus) on this machine's loopback, in a thread; returns the port.
+
+    Raises ValueError for a port that cannot be had.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -378,13 +403,17 @@ def serve_metrics(server: EnvServer, port: int) -> int:
                 "/metrics": "".join(f"env_server_{name} {value:.15g}\n" for name, value in metrics.items()),
             }.get(self.path)
             self.send_response(404 if text is None else 503 if text == "draining\n" else 200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
             self.end_headers()
             self.wfile.write((text or "").encode())
 
         def log_message(self, format: str, *args: Any) -> None:
             logger.debug(format, *args)
 
-    http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    try:
+        http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--metrics-port {port}: {error}") from None
     Thread(target=http.serve_forever, daemon=True).start()
     return http.server_address[1]
 
@@ -408,13 +437,17 @@ def main() -> None:
         token = wire.read_token(args.token_file) if args.token_file else None
         limits = Limits(**{limit.name: getattr(args, limit.name) for limit in fields(Limits)})
         server = EnvServer(args.kind, args.id, args.bind, token, limits)
-        if args.metrics_port is not None:
-            print(f"metrics on http://127.0.0.1:{serve_metrics(server, args.metrics_port)}/metrics", flush=True)
-    except (OSError, OverflowError, ValueError, zmq.ZMQError) as error:
+    except (OSError, ValueError, zmq.ZMQError) as error:
         sys.exit(f"env server: {error}")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop(at_once=server._ends_at is not None))
-    print(f"serving {args.id} ({args.kind}) on {server.address}", flush=True)
+    try:
+        if args.metrics_port is not None:
+            print(f"metrics on http://127.0.0.1:{serve_metrics(server, args.metrics_port)}/metrics", flush=True)
+        print(f"serving {args.id} ({args.kind}) on {server.address}", flush=True)
+    except (OSError, ValueError) as error:  # whoever started it is gone, or the port is taken
+        server.close()
+        sys.exit(f"env server: {error}")
     server.run(args.parent)
     os._exit(0)  # a simulator that is being made in a thread would keep the process
 

@@ -359,6 +359,8 @@ def test_health_and_metrics_tell_how_the_server_does(start: Start) -> None:
     env = pool.vector_env(TOY, range(3), chunk=2)
     env.reset()
     steps = sum(int(env.chunk_step(actions(env, 2)).valid.sum()) for _ in range(3))
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        assert answer.headers["Content-Type"] == "text/plain; version=0.0.4"  # Prometheus refuses what has none
     values = dict(line.split() for line in get("/metrics").splitlines())
     assert values["env_server_envs"] == "3" and values["env_server_sessions"] == "1"
     assert values["env_server_env_steps_total"] == str(steps) and values["env_server_chunks_total"] == "3"
