@@ -46,8 +46,15 @@ def serve(arguments: list[str], venv: Path | None) -> int:
     except EnvError as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
+
+    def interrupt(*_: object) -> None:
+        print("waiting for the sessions; again to end now", file=sys.stderr)
+        server.popen.send_signal(signal.SIGINT)
+
     signal.signal(signal.SIGTERM, lambda *_: server.popen.terminate())
-    signal.signal(signal.SIGINT, lambda *_: print("waiting for the sessions; again to end now", file=sys.stderr))
+    signal.signal(signal.SIGINT, interrupt)
     for line in server.said:
         print(line, flush=True)
     server.popen.wait()

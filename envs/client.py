@@ -11,7 +11,7 @@ import itertools
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +55,7 @@ class RemotePool:
         processes: how many env processes to ask for; default: the server's own number.
         timeout_s: a server silent for longer ends the run.
         token: as the server has it, if it has one.
+        why_ended: how the server ended, if it is known to have; else "".
 
     Raises EnvError if the server cannot be reached in time, or has other envs.
     """
@@ -69,12 +70,14 @@ class RemotePool:
         processes: int | None = None,
         timeout_s: float = 60.0,
         token: bytes | None = None,
+        why_ended: Callable[[], str] = lambda: "",
     ) -> None:
         self.address, self.timeout_s = address, timeout_s
         self.replaced = self.lost_episodes = 0
         self.sets: dict[int, RemoteVectorEnv] = {}
         self._asked = {"kind": kind, "id": env_id, "processes": processes}
         self._token, self._key = token, secrets.token_bytes(16)
+        self._why_ended = why_ended
         self._counted = (0, 0)  # replaced processes and lost episodes, as the present session last told
         self._numbers, self._set_numbers = itertools.count(1), itertools.count(1)
         self._pending: dict[int, Request] = {}
@@ -266,6 +269,8 @@ class RemotePool:
 
     def _why_not(self) -> str:
         """Why the server does not talk to us, if that can be told."""
+        if ended := self._why_ended():
+            return f"it {ended}"
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             self._handshakes["begun"] += event == zmq.EVENT_CONNECTED
@@ -273,7 +278,7 @@ class RemotePool:
             self._refused |= event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         if not self._refused and (self._handshakes["begun"] < 3 or self._handshakes["done"]):
             return ""
-        return "it has another token" if self._token else "it refuses the connection: does it need a token?"
+        return "it has another token, or none" if self._token else "it refuses the connection: does it need a token?"
 
     def _stay_alive(self) -> None:
         """Tell the server now and then that this process lives, whatever it is busy with."""

@@ -12,13 +12,12 @@ import sys
 import time
 from collections import deque
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+from envs import child
 from envs.base import EnvError
 
 STDERR_KEPT = 4000  # bytes of what the process said last
-SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []  # the working directory's modules shadow nothing
 
 
 class ProcessLost(Exception):
@@ -41,7 +40,7 @@ class ProcessHandle:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.popen = subprocess.Popen(
-            [sys.executable, *SAFE_PATH, "-m", "envs.process", str(theirs.fileno())],
+            child.command(sys.executable, "envs.process", [str(theirs.fileno())]),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,  # a simulator that asks gets no answer
             stdout=subprocess.DEVNULL,
@@ -114,7 +113,7 @@ class ProcessHandle:
     def _take_in(self, timeout: float) -> bool:
         """Read an answer, or what it said, if one comes in time; whether anything did. Raises ProcessLost."""
         if self.connection.closed:  # its descriptors may be others' by now
-            raise ProcessLost(self._describe_end(self.popen.wait()))
+            raise ProcessLost(describe_end(self.popen.wait()))
         try:
             ready = dict(self._poller.poll(timeout * 1000))
             if self._descriptor in ready:
@@ -142,18 +141,16 @@ class ProcessHandle:
             self.popen.kill()
             return "broke off in the middle of a message and was killed"
         self._listen()
-        how = self._verdict or self._describe_end(code)
+        how = self._verdict or describe_end(code)
         said = self._said.decode(errors="replace").strip()
         return how + (f"; it said:\n{said}" if said else "")
 
-    @staticmethod
-    def _describe_end(code: int) -> str:
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
+
+def describe_end(code: int) -> str:
+    """What a process did that has this exit code."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _search_path() -> str:
-    """Where the process finds modules: where this one does, this package first."""
-    root = str(Path(__file__).absolute().parent.parent)  # a link to this package may stand there alone
-    return os.pathsep.join(dict.fromkeys([root, *(entry or os.getcwd() for entry in sys.path)]))
+    """Where the process finds modules: where this one does."""
+    return os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
+from envs import child
 from envs.base import EnvError
+from envs.handle import describe_end
 
 START_TIMEOUT_S = 60.0
 
@@ -32,26 +31,28 @@ class ServerProcess:
     """
 
     def __init__(self, arguments: Sequence[str], python: str = sys.executable) -> None:
-        self._folder = tempfile.mkdtemp(prefix="env-server-")
-        Path(self._folder, "envs").symlink_to(Path(__file__).absolute().parent)
         theirs, self._alive = os.pipe()  # it ends when nobody holds our end any more
-        path = os.pathsep.join([self._folder, os.getcwd()])  # your own simulator may lie in the working directory
         try:
             self.popen = subprocess.Popen(
-                [python, "-m", "envs.server", *arguments, "--parent", str(theirs)],
+                child.command(python, "envs.server", [*arguments, "--parent", str(theirs)]),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 bufsize=0,  # so that a line that was not read is one that can be waited for
                 pass_fds=[theirs],
-                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                env={**os.environ, "PYTHONPATH": os.getcwd()},  # your own simulator may lie there
+                start_new_session=True,  # Ctrl-C is this process's; what it means for the server is decided here
             )
         except OSError as error:
-            self._forget()
+            os.close(self._alive)
             raise EnvError(f"the env server cannot be started: {error}") from None
         finally:
             os.close(theirs)
         self.said: list[str] = []
-        self.address = self._await_address()
+        try:
+            self.address = self._await_address()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self, timeout_s: float = 10.0) -> int:
         """Ask it to end, which it does once its sessions have; returns its exit code."""
@@ -61,8 +62,13 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             code = self.popen.wait()
-        self._forget()
+        os.close(self._alive)
         return code
+
+    def why_ended(self) -> str:
+        """How it ended, if it did, such as "was killed by SIGKILL"; else nothing."""
+        code = self.popen.poll()
+        return "" if code is None else describe_end(code)
 
     def _await_address(self) -> str:
         assert self.popen.stdout is not None
@@ -75,10 +81,4 @@ class ServerProcess:
             if line.startswith("serving "):
                 return line.split()[-1]
         self.popen.kill()
-        code = self.popen.wait()
-        self._forget()
-        raise EnvError(f"the env server did not start (exit code {code}); what it said is above")
-
-    def _forget(self) -> None:
-        os.close(self._alive)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        raise EnvError(f"the env server did not start (exit code {self.popen.wait()}); what it said is above")

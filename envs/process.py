@@ -1,8 +1,8 @@
 """The program of one env process: it makes envs, steps whole chunks and writes into shared memory.
 
-Started by `handle.ProcessHandle` as `python -m envs.process FD`. It lives for the whole run, ends when its parent
-does (the pipe closes), and answers commands in the order they come. Chunks begin by the set's doorbell too; a command
-with the number of the last one that began so has its outcome for an answer:
+Started by `handle.ProcessHandle` with a descriptor. It lives for the whole run, ends when its parent does (the pipe
+closes), and answers commands in the order they come. Chunks begin by the set's doorbell too; a command with the number
+of the last one that began so has its outcome for an answer:
 
     ("make", set, VectorArgs)       -> EnvSpec
     ("attach", set, path, spec, num_envs, chunk, first, last)   -> where the set's doorbell is

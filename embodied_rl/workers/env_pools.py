@@ -40,10 +40,14 @@ class EnvPools:
         self.on_gpu = any(self._on_gpu)
         self._servers: list[ServerProcess] = []
         self._earlier = (0, 0)
-        self.pools = [
-            self._connect(env) if away else EnvPool(0 if gpu else env.processes or devices, env.step_timeout_s)
-            for env, away, gpu in zip(self.envs, remote, self._on_gpu, strict=True)
-        ]
+        self.pools: list[RemotePool | EnvPool] = []
+        try:
+            for env, away, gpu in zip(self.envs, remote, self._on_gpu, strict=True):
+                processes = 0 if gpu else env.processes or devices
+                self.pools.append(self._connect(env) if away else EnvPool(processes, env.step_timeout_s))
+        except BaseException:
+            self.close()
+            raise
 
     def vector_env(self, env_ids: Sequence[int], **options: Any) -> VectorEnv:
         """The envs of one pipeline group; options as `EnvPool.vector_env` takes them."""
@@ -101,7 +105,9 @@ class EnvPools:
             return RemotePool(env.server[0], env.kind, env.id, env.processes, env.server_timeout_s, token)
         processes = [f"--processes={env.processes}"] if env.processes else []
         envs = 2 * env.num_envs  # those of an evaluation too
-        options = [f"--step-timeout={env.step_timeout_s}", f"--max-envs={envs}", *processes]
+        options = ["--bind=ipc://*", f"--step-timeout={env.step_timeout_s}", f"--max-envs={envs}", *processes]
         assert env.python is not None
-        self._servers.append(ServerProcess([env.kind, env.id, *options], env.python))
-        return RemotePool(self._servers[-1].address, env.kind, env.id, env.processes, env.server_timeout_s)
+        server = ServerProcess([env.kind, env.id, *options], env.python)
+        self._servers.append(server)
+        asked = env.kind, env.id, env.processes, env.server_timeout_s
+        return RemotePool(server.address, *asked, why_ended=server.why_ended)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envs import remote
+from envs import child, remote
 from envs.base import EnvError, EnvSettings, VectorEnv, episode_seed
 from envs.client import RemotePool
 from envs.launch import ServerProcess
 from envs.pool import EnvPool
+from envs.server import EnvServer
 
 TOY = EnvSettings("toy:Toy", "Toy")
 Serve = Callable[..., ServerProcess]
@@ -260,3 +262,44 @@ def test_a_server_that_cannot_start_says_so(serve: Serve, capfd: pytest.CaptureF
     assert "give --token-file" in capfd.readouterr().err
     with pytest.raises(EnvError, match="cannot be started"):
         ServerProcess(["toy:Toy", "Toy"], python="/nowhere/python")
+
+
+def test_an_address_is_left_as_its_server_cannot_go_on_and_not_where_it_is_anothers_by_now(
+    serve: Serve, address: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvError, match="did not start"):
+            serve("toy:Toy", f"--metrics-port={port}")
+    assert f"env server: --metrics-port {port}: [Errno 98] Address already in use" in capfd.readouterr().err
+    place = Path(address.removeprefix("ipc://"))
+    assert not place.exists()
+    server = EnvServer("toy:Toy", "Toy", address)
+    place.unlink()
+    place.write_text("another's")
+    server.close()
+    assert place.read_text() == "another's"
+
+
+def test_a_server_whose_start_is_broken_off_goes_too(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[ServerProcess] = []
+
+    def interrupt(server: ServerProcess) -> str:
+        started.append(server)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ServerProcess, "_await_address", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ServerProcess(["toy:Toy", "Toy", "--bind", address])
+    assert started[0].popen.returncode is not None
+
+
+def test_what_lies_in_the_working_directory_shadows_nothing_of_a_child_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    for name in ("envs", "runpy", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    command = child.command(sys.executable, "envs.wire", [])
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
