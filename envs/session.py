@@ -89,9 +89,12 @@ class Work:
         asked = request["kind"], request["id"]
         if asked[0] != self.kind or not (f"{asked[1]}/").startswith(f"{self.id}/"):
             raise EnvError(f"the server has {self.id} ({self.kind}), and asked for is {asked[1]} ({asked[0]})")
-        processes = min(request["processes"] or self.limits.processes, self.limits.processes)
+        wished = request["processes"]
+        if wished is not None and not (isinstance(wished, int) and wished > 0):
+            raise ValueError(f"{wished} env processes; at least 1 are needed")
+        processes = min(wished or self.limits.processes, self.limits.processes)
         self.session.pool = EnvPool(processes, self.limits.step_timeout_s)
-        about = {"protocol": wire.PROTOCOL, "processes": processes, "max_envs": self.limits.max_envs}
+        about: dict[str, Any] = {"protocol": wire.PROTOCOL, "processes": processes, "max_envs": self.limits.max_envs}
         about["session_timeout_s"] = self.limits.session_timeout_s
         return {"value": {**about, "versions": versions()}}
 
