@@ -11,7 +11,7 @@ from embodied_rl.recipe import load_recipe
 from envs.base import EnvError
 from envs.catalog import gymnasium_envs, maniskill_envs
 from envs.launch import ServerProcess
-from envs.libero_suites import SUITES
+from envs.libero_suites import SUITES, parse_id
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -28,7 +28,7 @@ def served_env(word: str, venv: Path | None) -> tuple[str, str, list[Fault]]:
             found = [*found, Fault("recipe", word, "a mix of envs, and a server has one kind", f"name one: {ids}")]
         return config.env.kind, config.env.id, [*faults, *found]
     if word.partition("/")[0] in SUITES:
-        return "libero", word, faults
+        return "libero", word, [*faults, *([] if venv else _libero_faults(word))]
     if word in gymnasium_envs():
         return "gymnasium", word, faults
     if ":" in word:
@@ -59,6 +59,15 @@ def serve(arguments: list[str], venv: Path | None) -> int:
         print(line, flush=True)
     server.popen.wait()
     return server.close()
+
+
+def _libero_faults(word: str) -> list[Fault]:
+    try:
+        parse_id(word)
+    except EnvError as error:
+        problem, _, hint = str(error).partition("; ")
+        return [Fault("env", word, problem, hint)]
+    return []
 
 
 def _python(venv: Path) -> Path:

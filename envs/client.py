@@ -248,6 +248,7 @@ class RemotePool:
         socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         options = {zmq.MAXMSGSIZE: wire.MAX_FRAME, zmq.LINGER: 1000, zmq.RECONNECT_IVL_MAX: 1000}
         options |= {zmq.HEARTBEAT_IVL: 5000, zmq.HEARTBEAT_TIMEOUT: 30_000, zmq.RCVTIMEO: round(ASK_AGAIN_S * 1000)}
+        options[zmq.IPV6] = int("[" in self.address)
         for option, value in options.items():
             socket.setsockopt(option, value)
         if self._token is not None:

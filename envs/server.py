@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -59,7 +60,8 @@ class EnvServer:
             "*" for any free port.
         token: what clients have to know; needed where others than this machine can connect.
 
-    Raises ValueError for an address that would be open to everybody, or is another server's or a file.
+    Raises ValueError for an address that would be open to everybody, or is another server's or a file, and for a class
+    of your own whose module is not here.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class EnvServer:
     ) -> None:
         require_safe(bind, token)
         require_free(bind)
+        require_module(kind)
         self.kind, self.id, self.limits = kind, env_id, limits or Limits()
         self.sessions: dict[bytes, Session] = {}
         self.counts: Counter[str] = Counter()
@@ -85,7 +88,7 @@ class EnvServer:
     def _bind(self, bind: str, token: bytes | None) -> None:
         self._router = self._context.socket(zmq.ROUTER)
         options = {zmq.MAXMSGSIZE: wire.MAX_REQUEST, zmq.LINGER: 1000, zmq.SNDHWM: 1000, zmq.RCVHWM: 1000}
-        options |= {zmq.HEARTBEAT_IVL: 5000, zmq.HEARTBEAT_TIMEOUT: 30_000}
+        options |= {zmq.HEARTBEAT_IVL: 5000, zmq.HEARTBEAT_TIMEOUT: 30_000, zmq.IPV6: int("[" in bind)}
         for option, value in options.items():
             self._router.setsockopt(option, value)
         self._gate = self._guard(token)
@@ -367,6 +370,8 @@ def require_safe(bind: str, token: bytes | None) -> None:
     is_port = port == "*" or (port.isdecimal() and int(port) < 2**16)  # libzmq takes a greater one for another
     if scheme not in ("ipc", "tcp") or (scheme == "tcp" and not (host and is_port)):
         raise ValueError(f"{bind} is no address; expected ipc://PATH or tcp://HOST:PORT")
+    if bind.startswith("ipc://@"):
+        raise ValueError(f"{bind} is no path, and every user of this machine could connect to it; expected ipc://PATH")
     if scheme == "tcp" and token is None and host.strip("[]") not in ("127.0.0.1", "localhost", "::1"):
         raise ValueError(f"{bind} would let everybody in who can reach it; give --token-file, or bind to 127.0.0.1")
 
@@ -381,6 +386,13 @@ def require_free(bind: str) -> None:
     with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):  # a server that was killed leaves it behind
         probe.connect(str(path))
         raise ValueError(f"a server listens at {path} already")
+
+
+def require_module(kind: str) -> None:
+    """Raises ValueError for a class in a module that is not to be found here; env processes import it."""
+    module, colon, _ = kind.partition(":")
+    if colon and not (module and find_spec(module.partition(".")[0])):
+        raise ValueError(f"no module {module} in {sys.prefix} or {os.getcwd()}; install it, or start where it lies")
 
 
 def private_folder() -> str:

