@@ -56,7 +56,7 @@ def serve_policy(
             metavar="RUN|CHECKPOINT", help="A run directory (its best checkpoint is taken) or a checkpoint."
         ),
     ],
-    bind: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any free one.")] = "127.0.0.1:8000",
+    bind: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0 or *: any free one.")] = "127.0.0.1:8000",
     token_file: Annotated[
         Path | None,
         typer.Option(help="A secret that clients give as API key; needed beyond this machine.", show_default=False),
@@ -88,7 +88,7 @@ def serve_policy(
         require_safe(f"tcp://{bind}", token)
         policy = ServedPolicy(checkpoint)
         say = lambda port: typer.echo(f"serving {checkpoint} on ws://{host}:{port}")  # noqa: E731
-        asyncio.run(run_policy_server(policy, host, int(port), token, say))
+        asyncio.run(run_policy_server(policy, host, 0 if port == "*" else int(port), token, say))
     except (ValueError, OSError) as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None

@@ -76,7 +76,7 @@ def read_observation(request: dict[str, Any], spec: EnvSpec) -> tuple[dict[str, 
     """What a client has sent as the policy takes it, and whether it was of one env. Raises ValueError."""
     given = {OPENPI.get(key, key): value for key, value in request.items()}
     wrist = given.pop(WRIST, None)
-    if wrist is not None:
+    if wrist is not None and "image" in given:
         given["image"] = np.stack([given["image"], wrist], axis=-4)
     elif "image" in given and "observation/image" in request:
         given["image"] = given["image"][..., None, :, :, :]
@@ -87,10 +87,12 @@ def read_observation(request: dict[str, Any], spec: EnvSpec) -> tuple[dict[str, 
         expected["image"] = spec.image_shape, np.uint8
     observation: dict[str, Any] = {}
     for key, (shape, dtype) in expected.items():
-        array = np.asarray(given.get(key))
+        if given.get(key) is None:
+            raise ValueError(f"{key} is missing; this policy sees {', '.join(expected)}")
+        array = np.asarray(given[key])
         if array.shape[-len(shape) :] != shape or array.ndim not in (len(shape), len(shape) + 1):
             raise ValueError(f"{key} has shape {array.shape}; expected {shape}, or with one more dimension in front")
-        if dtype is np.uint8 and array.dtype.kind == "f":
+        if dtype is np.uint8 and array.dtype != np.uint8:
             raise ValueError(f"{key} is {array.dtype}; expected uint8, from 0 to 255")
         observation[key] = array.astype(dtype, copy=False).reshape(-1, *shape)
     is_single = all(np.ndim(given[key]) == len(shape) for key, (shape, _) in expected.items())
@@ -105,7 +107,7 @@ def read_observation(request: dict[str, Any], spec: EnvSpec) -> tuple[dict[str, 
 async def run_policy_server(
     policy: ServedPolicy, host: str, port: int, token: bytes | None, started: Callable[[int], None]
 ) -> None:
-    """Serve until cancelled; `started` is told the port."""
+    """Serve until cancelled; `started` is told the port. `host` may have the brackets of IPv6."""
     turn = asyncio.Lock()
 
     async def talk(socket: ServerConnection) -> None:
@@ -125,12 +127,14 @@ async def run_policy_server(
     def admit(socket: ServerConnection, request: Request) -> Response | None:
         if request.path == "/healthz":
             return socket.respond(http.HTTPStatus.OK, "OK\n")
-        given = request.headers.get("Authorization", "").encode()
+        given = "\n".join(request.headers.get_all("Authorization")).encode()  # of several, none is believed
         if token is not None and not hmac.compare_digest(given, b"Api-Key " + token):
             return socket.respond(http.HTTPStatus.UNAUTHORIZED, "an API key is needed\n")
         return None
 
-    async with serve(talk, host, port, compression=None, max_size=MAX_MESSAGE, process_request=admit) as server:
+    async with serve(
+        talk, host.strip("[]"), port, compression=None, max_size=MAX_MESSAGE, process_request=admit
+    ) as server:
         started(next(iter(server.sockets)).getsockname()[1])
         await server.serve_forever()
 

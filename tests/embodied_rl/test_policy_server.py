@@ -2,6 +2,7 @@
 
 import asyncio
 import http.client
+import socket
 import subprocess
 import sys
 import threading
@@ -15,10 +16,13 @@ import pytest
 import torch
 import websockets.sync.client
 import websockets.sync.server
+from typer.testing import CliRunner
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from embodied_rl import policy_server
 from embodied_rl.build import build_policy
 from embodied_rl.checkpoint import save_checkpoint
+from embodied_rl.cli import app
 from embodied_rl.config import Config
 from embodied_rl.policy_client import PolicyClient, pack, unpack
 from embodied_rl.policy_server import ServedPolicy, read_observation, run_policy_server
@@ -97,6 +101,15 @@ def test_only_those_with_the_token_are_admitted_and_anybody_may_ask_for_its_heal
         with pytest.raises(InvalidStatus, match="401"):
             PolicyClient(f"ws://127.0.0.1:{port}", token)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.putrequest("GET", "/")
+    for token in (TOKEN, "another one"):
+        connection.putheader("Authorization", f"Api-Key {token}")
+    for name, value in {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}.items():
+        connection.putheader(name, value)
+    connection.putheader("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ==")
+    connection.endheaders()
+    assert connection.getresponse().status == 401
+    connection.close()
     connection.request("GET", "/healthz")
     assert connection.getresponse().status == 200
 
@@ -111,8 +124,39 @@ def test_pictures_are_put_together_as_the_envs_cameras() -> None:
         and seen["image"].mean(axis=(0, 2, 3, 4)).tolist() == [0, 1]
     )
     assert seen["instruction"] == ["push"]
-    with pytest.raises(ValueError, match="image is float32; expected uint8"):
-        read_observation({"image": np.full((2, 8, 8, 3), 0.5, np.float32)}, spec)
+    for dtype in (np.float32, np.int64):
+        with pytest.raises(ValueError, match=f"image is {dtype.__name__}; expected uint8"):
+            read_observation({"image": np.full((2, 8, 8, 3), 300, dtype)}, spec)
+    for lacking in ({}, {"observation/wrist_image": wrist}):
+        with pytest.raises(ValueError, match="image is missing; this policy sees image"):
+            read_observation(lacking, spec)
+
+
+def test_an_address_may_be_of_ipv6(checkpoint: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 on this machine")
+
+    class BoundError(Exception):
+        pass
+
+    def started(port: int) -> None:
+        raise BoundError
+
+    with pytest.raises(BoundError):
+        asyncio.run(run_policy_server(ServedPolicy(checkpoint), "[::1]", 0, None, started))
+
+
+def test_an_address_may_have_any_free_port(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    async def serve(*args: object) -> None:
+        asked.extend(args[1:3])
+
+    monkeypatch.setattr(policy_server, "run_policy_server", serve)
+    assert CliRunner().invoke(app, ["serve-policy", str(checkpoint), "--bind", "127.0.0.1:*"]).exit_code == 0
+    assert asked == ["127.0.0.1", 0]
 
 
 def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one() -> None:
