@@ -33,7 +33,9 @@ class Section(BaseModel):
 
 OwnKind = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:\w+$", json_schema_extra={"expected": "module:Class"})]
 EnvKind = Literal["maniskill", "libero", "gymnasium"] | OwnKind
-Address = Annotated[str, Field(pattern=r"^(ipc://.+|tcp://.+:\d+)$")]
+# Up to 65535: libzmq takes a greater one for another.
+_PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+Address = Annotated[str, Field(pattern=f"^(ipc://.+|tcp://.+:{_PORT})$")]
 
 
 def _several(given: Any) -> Any:
@@ -131,7 +133,7 @@ class EnvConfig(Section):
     server: Addresses = Field(
         default=(),
         description="simulate on env servers (`embodied-rl serve-env`), each with an equal share of the envs",
-        json_schema_extra={"expected": "an address such as tcp://127.0.0.1:5005, or a list"},
+        json_schema_extra={"expected": "an address such as tcp://127.0.0.1:5005 (ports end at 65535), or a list"},
     )
     server_token_file: str | None = Field(default=None, description="file with the token that the servers ask for")
     server_timeout_s: Annotated[float, Field(gt=0)] = Field(

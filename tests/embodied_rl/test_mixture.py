@@ -89,6 +89,7 @@ def test_faults_of_mixes_and_addresses_name_their_key(tmp_path: Path) -> None:
     assert keys("env.server=tcp://robot:5005") == keys("env.server=[ipc://a.sock, ipc://b.sock]") == []
     (fault,) = load_recipe("cartpole_ppo", ["env.server=robot"])[1]
     assert fault.key == "env.server" and "nearest valid" not in fault.hint  # a list of it would be no better
+    assert keys("env.server=tcp://robot:65535") == [] and keys("env.server=tcp://robot:65536") == ["env.server"]
     assert keys("env.kind=gym") == ["env.kind"] and keys("env.kind=my_sim:Point") == []
     recipe = tmp_path / "mixed.yaml"
     recipe.write_text(yaml.safe_dump({"env": {"mix": [{"id": "A"}] * 9, "num_envs": 8}}))
