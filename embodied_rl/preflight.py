@@ -51,11 +51,17 @@ def environment_faults(config: Config, dry_run: bool, defaulted: Collection[str]
         return []
     checks = {"maniskill": _maniskill_faults, "libero": _libero_faults, "gymnasium": _gymnasium_faults}
     faults = []
-    for part in env_parts(config.env):
+    parts = env_parts(config.env)
+    for part in parts:
         elsewhere = part.env.server or part.env.python
         check = _elsewhere_faults if elsewhere else checks.get(part.env.kind, _own_faults)
         found = check(config.model_copy(update={"env": part.env}), dry_run)
         faults += [fault for keys, fault in found if not set(keys) & set(defaulted)]
+    if not {"env.server", "env.server_token_file", "env.mix"} & set(defaulted):
+        asked_for = {part.env.server_token_file for part in parts if part.env.server}
+        unused = [file for part in parts if (file := part.env.server_token_file) not in (None, *asked_for)]
+        problem = "needs env.server: nothing else asks for a token"
+        faults += [Fault("env.server_token_file", file, problem, "give one, or leave this out") for file in unused]
     return [fault for number, fault in enumerate(faults) if fault not in faults[:number]]
 
 

@@ -51,12 +51,23 @@ def run_faults(
     hint = f"to go on as it was: embodied-rl {command} {run_dir} --resume"
     faults = more(old, checkpoint, hint) if more else []
     for key in dict.fromkeys((*new, *old)):
-        if key.startswith((*MAY_CHANGE, *may_change)) or key in defaulted or old.get(key) == new.get(key):
+        if key.startswith((*MAY_CHANGE, *may_change)) or key in defaulted:
+            continue
+        if _kept(key, old.get(key), may_change) == _kept(key, new.get(key), may_change):
             continue
         what = "network" if key.startswith(NETWORK) else "env" if key.startswith("env.") else "run"
         problem = f"a resumed run keeps its {what}; it was {show(old.get(key))} in {checkpoint.name}"
         faults.append(Fault(key, show(new.get(key)), problem, hint))
     return faults
+
+
+def _kept(key: str, value: Any, may_change: tuple[str, ...]) -> Any:
+    """What of a value stays: of a list of shares, which have keys of the section that it is in, those that do."""
+    if not isinstance(value, list):
+        return value
+    section = key.rpartition(".")[0]
+    kept = lambda share: {name: share[name] for name in share if not f"{section}.{name}".startswith(may_change)}  # noqa: E731
+    return [kept(share) if isinstance(share, dict) else share for share in value]
 
 
 def _nothing_to_resume(run_dir: Path, skipped: list[str]) -> list[Fault]:

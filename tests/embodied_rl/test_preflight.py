@@ -130,6 +130,16 @@ def test_a_gpu_simulation_needs_a_gpu(run_dir: Path, monkeypatch: pytest.MonkeyP
     assert "simulated on CPUs" in check(away, run_dir)["env.sim_backend"].problem
 
 
+def test_a_token_that_no_server_asks_for_is_a_fault(run_dir: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("a token that is long enough")
+    given, server = f"env.server_token_file={token}", "env.server=tcp://127.0.0.1:5005"
+    for without in ([], [f"env.python={sys.executable}"], ["env.mix=[{}]"]):
+        assert "needs env.server" in check(config(given, *without), run_dir)["env.server_token_file"].problem
+    assert check(config(given, server), run_dir) == {}
+    assert check(config(given, "env.mix=[{}, {server: 'tcp://127.0.0.1:5005'}]"), run_dir) == {}
+
+
 def test_grpo_needs_whole_episodes_of_the_envs_own_length(run_dir: Path) -> None:
     fault = check(config("env.horizon=null", recipe="maniskill_pushcube_grpo"), run_dir)["rollout.steps"]
     assert "the env's own 50" in fault.problem
@@ -211,6 +221,13 @@ def test_a_resumed_run_may_go_on_longer_and_elsewhere(run_dir: Path) -> None:
         "run_root=elsewhere", "env.processes=1", "placement=env, rollout, actor: 0",
     )  # fmt: skip
     assert check(changed, run_dir, resume=True) == {}
+
+
+def test_a_resumed_mix_may_have_its_servers_elsewhere_and_nothing_else(run_dir: Path) -> None:
+    mix = "env.mix=[{{id: PushCube-v1, weight: {}}}, {{id: PullCube-v1, server: 'tcp://{}:5005'}}]"
+    save(run_dir, config(mix.format(1, "yesterday")))
+    assert check(config(mix.format(1, "today")), run_dir, resume=True) == {}
+    assert set(check(config(mix.format(2, "today")), run_dir, resume=True)) == {"env.mix"}
 
 
 def test_checks_of_keys_that_were_not_understood_are_left_out(run_dir: Path) -> None:
