@@ -111,9 +111,10 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="RUN|CHECKPOINT|POLICY|RECIPE",
-            help="A run directory (its best checkpoint is taken) or a checkpoint directory. With --suite: a run "
-            "or checkpoint directory of OpenVLA, a preset such as openvla-tiny, expert or random. With --benchmark: a "
-            "recipe or a run directory, then keys to override.",
+            help="A run directory (its best checkpoint is taken) or a checkpoint directory, then keys that say where "
+            "its envs are now, such as env.server=tcp://robot:5005. With --suite: a run or checkpoint directory of "
+            "OpenVLA, a preset such as openvla-tiny, expert or random. With --benchmark: a recipe or a run directory, "
+            "then keys to override.",
             show_default=False,
         ),
     ] = None,
@@ -191,7 +192,7 @@ def evaluate(
         from embodied_rl.faults import Fault
         from embodied_rl.kinds import kind_of
         from embodied_rl.preflight import environment_faults
-        from embodied_rl.runs import checkpoint_at
+        from embodied_rl.runs import checkpoint_at, moved
 
         chosen, *rest = words or [named_policy or ""]
         if not chosen:
@@ -210,9 +211,12 @@ def evaluate(
             _refuse(
                 [Fault("--benchmark", None, "a language model is evaluated on one", "name a file")], "the evaluation"
             )
-        if benchmark is not None or rest:
-            problem = "only language models are evaluated on a benchmark, and with overrides"
+        if benchmark is not None:
+            problem = "only language models are evaluated on a benchmark"
             _refuse([Fault("policy", chosen, problem, "see `embodied-rl recipes`")], "the evaluation")
+        if suite is not None and rest:
+            problem = "a suite is evaluated without overrides"
+            _refuse([Fault("command line", word, problem, "leave it out") for word in rest], "the evaluation")
         if suite is not None:
             from embodied_rl.evaluate_suite import evaluate_from_options
 
@@ -221,7 +225,8 @@ def evaluate(
             command = shlex.join(["embodied-rl", *sys.argv[1:], *([] if resume else ["--resume"])])
             raise typer.Exit(evaluate_from_options(chosen, suite, out, command, options))
         checkpoint, config, faults = checkpoint_at(Path(chosen))
-        if faults := faults or environment_faults(config, dry_run=False):
+        config, moving_faults = moved(config, rest)
+        if faults := [*faults, *moving_faults] or environment_faults(config, dry_run=False):
             _refuse(faults, "the evaluation")
         from embodied_rl.evaluate import evaluate_checkpoint
 
@@ -229,6 +234,7 @@ def evaluate(
         raise typer.Exit(
             evaluate_checkpoint(
                 checkpoint,
+                config=config,
                 run_dir=parent.parent if parent.name == "checkpoints" else None,
                 episodes=config.evaluation.final_episodes if episodes is None else episodes,
                 seed=seed,

@@ -150,11 +150,18 @@ def record_videos(
 
 
 def evaluate_checkpoint(
-    checkpoint: Path, run_dir: Path | None, episodes: int, seed: int | None, videos: int, deterministic: bool
+    checkpoint: Path,
+    config: Config,
+    run_dir: Path | None,
+    episodes: int,
+    seed: int | None,
+    videos: int,
+    deterministic: bool,
 ) -> int:
     """Evaluate a checkpoint and print the result; returns an exit code.
 
     Args:
+        config: the checkpoint's, but for where its envs are simulated.
         run_dir: where the record and the videos go (beside the checkpoint's run); a new directory if None.
         seed: first evaluation seed, as an offset; None: the final evaluation's own.
     """
@@ -165,7 +172,6 @@ def evaluate_checkpoint(
     from scheduler.cluster import Cluster
 
     manifest = read_manifest(checkpoint)
-    config = Config(**manifest.config)
     base_seed = TEST_SEED if seed is None else seed
     target = (run_dir or Path(tempfile.mkdtemp(prefix="embodied-rl-eval-"))) / "evaluations" / checkpoint.name
     target.mkdir(parents=True, exist_ok=True)

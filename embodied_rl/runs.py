@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,8 +13,10 @@ from pydantic import ValidationError
 from embodied_rl.checkpoint import best_checkpoint, latest_checkpoint, problems, read_manifest
 from embodied_rl.config import Config
 from embodied_rl.faults import Fault
+from embodied_rl.recipe import EMBODIED
 
 logger = logging.getLogger(__name__)
+WHERE = ("env.server", "env.server_token_file", "env.server_timeout_s", "env.python")  # envs are simulated
 
 
 def choose_run_dir(config: Config, recipe_name: str, resume: bool | str) -> tuple[Path, list[Fault]]:
@@ -69,6 +72,15 @@ def checkpoint_at(path: Path) -> tuple[Path, Config, list[Fault]]:
         keys = ", ".join(".".join(map(str, detail["loc"])) for detail in error.errors())
         problem = f"its configuration is not one of this version: {keys}"
         return found, Config(), [Fault("checkpoint", str(found), problem, "use the version that wrote it")]
+
+
+def moved(config: Config, overrides: Sequence[str]) -> tuple[Config, list[Fault]]:
+    """A checkpoint's configuration with its envs where overrides of `WHERE` say; or what is wrong with these."""
+    hint = f"what may be given: {', '.join(WHERE)}"
+    foreign = [word for word in overrides if word.partition("=")[0] not in WHERE]
+    if foreign:
+        return config, [Fault("command line", word, "an evaluation is of what was trained", hint) for word in foreign]
+    return EMBODIED.read(config.model_dump(mode="json"), overrides) if overrides else (config, [])
 
 
 def not_a_run(path: Path, problem: str) -> Fault:

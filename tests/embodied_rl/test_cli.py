@@ -285,6 +285,7 @@ def test_a_run_is_evaluated_at_its_newest_checkpoint(started: list[dict[str, Any
     by_run, by_checkpoint = started
     assert (by_run["checkpoint"], by_run["run_dir"]) == (checkpoint, Path("runs/mine").absolute())
     assert (by_run["episodes"], by_run["videos"], by_run["deterministic"]) == (100, 2, True)
+    assert by_checkpoint.pop("config") == load_recipe(PUSH_CUBE, [])[0]
     assert by_checkpoint == {
         "checkpoint": checkpoint,
         "run_dir": Path("runs/mine").absolute(),
@@ -301,6 +302,25 @@ def test_actions_are_sampled_where_the_run_s_evaluation_does_and_as_the_user_say
     save(Path("runs/mine"), "evaluation.deterministic=false")
     assert run("eval", "runs/mine")[0] == run("eval", "runs/mine", "--deterministic")[0] == 0
     assert [call["deterministic"] for call in started] == [False, True]
+
+
+def test_a_run_is_evaluated_with_its_envs_elsewhere_and_with_nothing_else_than_it_had(
+    started: list[dict[str, Any]],
+) -> None:
+    save(Path("runs/mine"), "env.server=tcp://yesterday:5005", "env.fixed_actions={2: 0.5}")
+    assert run("eval", "runs/mine", "env.server=tcp://today:5005", "env.server_timeout_s=5")[0] == 0
+    moved = started[0]["config"]
+    assert moved.env.server == ("tcp://today:5005",) and moved.env.server_timeout_s == 5
+    assert moved.env.fixed_actions == {2: 0.5}
+    for words, answer in (
+        (["env.server=today"], "expected an address"),
+        (["env.python=python3"], "env.server is given too"),
+        (["env.id=PickCube-v1"], "env.id=PickCube-v1: an evaluation is of what was trained"),
+        (["env.server=tcp://today:5005", "--suite", "libero_spatial"], "without overrides"),
+    ):
+        code, _, said = run("eval", "runs/mine", *words)
+        assert code == 2 and answer in said
+    assert len(started) == 1
 
 
 def foreign(path: Path) -> None:
