@@ -72,7 +72,7 @@ def serve_policy(
     from embodied_rl.kinds import kind_of
     from embodied_rl.policy_server import ServedPolicy, run_policy_server
     from embodied_rl.runs import checkpoint_at
-    from envs.server import require_safe
+    from envs.address import require_safe
     from envs.wire import read_token
 
     if kind_of(str(run)) is not None:

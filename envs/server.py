@@ -16,9 +16,7 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,10 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import zmq
@@ -37,6 +32,8 @@ import zmq.utils.z85
 from zmq.utils.monitor import recv_monitor_message
 
 from envs import wire
+from envs.address import private_folder, require_free, require_module, require_safe
+from envs.metrics import serve_metrics
 from envs.pool import PooledVectorEnv
 from envs.session import Limits, Session, Work, executed
 from envs.wire import WireError
@@ -361,73 +358,6 @@ class EnvServer:
             "lost_episodes": sum(pool.lost_episodes for pool in pools),
             "draining": float(self._ends_at is not None),
         }
-
-
-def require_safe(bind: str, token: bytes | None) -> None:
-    """Raises ValueError for an address that others than this machine's programs could use without a token."""
-    scheme, _, rest = bind.partition("://")
-    host, _, port = rest.rpartition(":")
-    is_port = port == "*" or (port.isdecimal() and int(port) < 2**16)  # libzmq takes a greater one for another
-    if scheme not in ("ipc", "tcp") or (scheme == "tcp" and not (host and is_port)):
-        raise ValueError(f"{bind} is no address; expected ipc://PATH or tcp://HOST:PORT")
-    if bind.startswith("ipc://@"):
-        raise ValueError(f"{bind} is no path, and every user of this machine could connect to it; expected ipc://PATH")
-    if scheme == "tcp" and token is None and host.strip("[]") not in ("127.0.0.1", "localhost", "::1"):
-        raise ValueError(f"{bind} would let everybody in who can reach it; give --token-file, or bind to 127.0.0.1")
-
-
-def require_free(bind: str) -> None:
-    """Raises ValueError for the path of a server that runs, or of a file, either of which libzmq would remove."""
-    path = Path(bind.removeprefix("ipc://"))
-    if not bind.startswith("ipc://") or not path.exists():
-        return
-    if not path.is_socket():
-        raise ValueError(f"{path} is there already, and is no socket")
-    with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):  # a server that was killed leaves it behind
-        probe.connect(str(path))
-        raise ValueError(f"a server listens at {path} already")
-
-
-def require_module(kind: str) -> None:
-    """Raises ValueError for a class in a module that is not to be found here; env processes import it."""
-    module, colon, _ = kind.partition(":")
-    if colon and not (module and find_spec(module.partition(".")[0])):
-        raise ValueError(f"no module {module} in {sys.prefix} or {os.getcwd()}; install it, or start where it lies")
-
-
-def private_folder() -> str:
-    """A new folder for a socket, where its path does not exceed the 107 bytes that it may have."""
-    usual = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="env-server-", dir=usual if len(os.fsencode(usual)) < 80 else "/tmp")
-
-
-def serve_metrics(server: EnvServer, port: int) -> int:
-    """Answer `/healthz` and `/metrics` (Prometheus) on this machine's loopback, in a thread; returns the port.
-
-    Raises ValueError for a port that cannot be had.
-    """
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            metrics = server.metrics()
-            text = {
-                "/healthz": "draining\n" if metrics["draining"] else "ok\n",
-                "/metrics": "".join(f"env_server_{name} {value:.15g}\n" for name, value in metrics.items()),
-            }.get(self.path)
-            self.send_response(404 if text is None else 503 if text == "draining\n" else 200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4")
-            self.end_headers()
-            self.wfile.write((text or "").encode())
-
-        def log_message(self, format: str, *args: Any) -> None:
-            logger.debug(format, *args)
-
-    try:
-        http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"--metrics-port {port}: {error}") from None
-    Thread(target=http.serve_forever, daemon=True).start()
-    return http.server_address[1]
 
 
 def main() -> None:

@@ -20,8 +20,9 @@ from envs import remote, wire
 from envs.base import EnvError, EnvSettings
 from envs.client import RemotePool
 from envs.episodes import EpisodicVectorEnv
+from envs.metrics import serve_metrics
 from envs.pool import EnvPool
-from envs.server import EnvServer, serve_metrics
+from envs.server import EnvServer
 from envs.session import Limits
 from envs.slots import VectorArgs
 
