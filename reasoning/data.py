@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from reasoning.answers import answer_of, boxed
 from reasoning.config import DataConfig
+from reasoning.extraction import answer_of, boxed
 from reasoning.tasks import TASKS, generated
 
 Messages = list[dict[str, str]]

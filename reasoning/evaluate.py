@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from embodied_rl.report_data import wilson_interval
-from reasoning.answers import answer_of, normal_form
+from reasoning.answers import normal_form
+from reasoning.extraction import answer_of
 from reasoning.samples import Group
 
 

@@ -20,8 +20,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reasoning.answers import answer_of, boxed
 from reasoning.config import RewardConfig
+from reasoning.extraction import answer_of, boxed
 from reasoning.samples import Completion, Group
 from reasoning.verifier import Verifier
 

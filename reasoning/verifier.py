@@ -19,7 +19,8 @@ from types import TracebackType
 
 import psutil
 
-from reasoning.answers import answer_of, is_answer, plain_verdict, value_of
+from reasoning.answers import is_answer, plain_verdict
+from reasoning.extraction import answer_of, value_of
 
 START_S = 600.0  # of wall time: the imports of many processes that start at once on a busy machine
 WALL_FACTOR = 30.0  # a process that waits instead of computing is killed after so many times the bound

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reasoning.answers import answer_of
+from reasoning.extraction import answer_of
 from reasoning.verifier import Verifier
 
 CASES = [

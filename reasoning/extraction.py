@@ -1,0 +1,212 @@
+"""The final answer in a completion: where it is marked, or what of a sentence it is. Linear in the text.
+
+Whether it is right is decided in `answers`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+MOST_CHARACTERS = 1000  # of an answer; a longer one is none
+_CUE = re.compile(
+    r"(?i)####|(?<!/)\b(?:answer|(?:correct|right|best|final)\s+(?:option|choice))(?:\s+(?:option|choice))?[ \t]*"
+    r"(?:is\b|(?:would|should|must)\s+be\b|[:=>]|\*\*|(?=\([A-J]\)))"
+)
+_CUED = re.compile(r"[\s:*]*((?:(?:\$\$|\\\[)\s*)?[^\n]+?)(?=\n|</answer>|$)")
+_CORRECTED = re.compile(r"(?i)\b(?:wait|actually|correction|sorry)\b")
+_BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
+DELIMITER, _CLOSES = re.compile(r"(?<!\\)(?:\$\$?|\\[()\[\]])"), {"$": "$", "$$": "$$", r"\(": r"\)", r"\[": r"\]"}
+_ONE_BOXED = re.compile(r"\\boxed\s+(-?\w+)")  # as some solutions of MATH have it
+TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+FUNCTIONS = "arcsin|arccos|arctan|sinh?|cosh?|tanh?|cot|csc|log|ln|infty|pi"
+POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9}
+_IN_MATHS = (  # letters that are no words: commands, functions, products of variables as 3xyz
+    r"\\(?:begin|end)\s*\{[a-z]+\*?\}(?:\{[lcr|]+\})?|\\[a-z]+|(?<=[\^_]\{)[a-z]+|(?<![a-z])(?:max|min|sec|gcd|lcm)(?=\()"
+    rf"|(?<![a-z])(?:{FUNCTIONS}|exp|sqrt|percent|degrees|cup|cap|and|{'|'.join(POWERS)})(?![a-z])"
+    r"|(?:(?<=[\d}{+*^_(=])|(?<=[+*^]\s))[a-dnp-rv-z]{2,}(?![a-z])|(?<![a-z\\])[a-dnp-rv-z]{2,}(?=\s?[+*^]|[\d_({=])"
+)
+_WORD = re.compile(rf"(?i)(?=[\\\w])({_IN_MATHS})|([^\W\d_]{{2,}})(?:\^\{{?-?\d\}}?)?")
+_SHORT_WORDS = {"is", "it", "so", "we", "he"}
+_BREAK = re.compile(  # in a sentence: an article, a unit of one letter, the end of a sentence
+    r"\b[aAI]\s+(?=\d|[a-z]{2})|['’][a-z]{1,2}\b|[.;:?!](?=\s|$)|\*\*(?=\s|$)|(?<!\S)\*\*"
+    r"|(?<=\d)\s?[mgshlL](?:/[smh])?(?:\^\{?\d\}?)?(?![\w(+*/=^])"
+)
+_LEFT_EDGE, _RIGHT_EDGE = " \t,;:=$*\"'`>|", " \t,;:=$*\"'`<|.!?+-–—/\\"
+_UNITS = re.compile(r"(?!.*\b(?:or|not|to|more|less)\b)[^\W\d_]+(?:\.?[\s/]+[^\W\d_]+){0,2}(?:\^\{?-?\d\}?)?")
+_CHOICE = re.compile(
+    r"(?:(?i:option|choice)\s+)?"
+    r"(?:\(([A-J])\)|([A-J])(?=[).,:;]|\s*$|\\\s|\s+\(|\s+(?:because|since|as|is)\b))"
+    r"(?!\s*(?:(?:[,/&]|or\b|and\b)\s*\(?[A-J]\b|\([A-J]\)))"  # who names several has chosen none
+)
+_RIGHT_CHOICE = re.compile(r"\(?\b[A-J]\)?(?=\s+(?:is|must be)\s+(?:the\s+)?(?:correct|right|best)\b)")
+Choose = Callable[[str], str | None]
+
+
+def answer_of(completion: str, gold: str = "") -> str | None:
+    """The final answer in a completion, or None. Where the reference is a choice, as B, its letter of "(B) 12 cm".
+
+    The latest of `\\boxed{}`, `####` and "answer is" counts; the latest box not being closed, the completion was cut
+    off. Else the last bold text, if it is an answer and none follows; else the whole text, if it is an expression, else
+    its last `$...$`, `\\(...\\)` or `\\[...\\]`, else the last expression between its words.
+    """
+    completion = completion[-20 * MOST_CHARACTERS :]
+    found = _marked_answer(completion, gold)
+    if found is None and (bold := list(_BOLD.finditer(completion))) and not _expressions(completion[bold[-1].end() :]):
+        found = _answer_in(bold[-1][1], gold, quantity)
+    if found is None:
+        found = _answer_in(completion, gold, _last_expression)
+    if found and unit_of(gold) and (units := re.findall(rf"{re.escape(found)}\s*([^\W\d_]{{2,}})", completion)):
+        found += f" {units[-1]}"
+    return found if found and len(found) <= MOST_CHARACTERS else None
+
+
+def boxed(text: str) -> str | None:
+    """What is in the last `\\boxed{}` or `\\fbox{}` that is closed and not empty, or follows `\\boxed ` as one sign."""
+    found = [inside for _, _, inside in _boxes(text) if inside] or _ONE_BOXED.findall(text)
+    return found[-1].strip() if found else None
+
+
+def quantity(text: str) -> str | None:
+    """The number of a text that is one number or expression and its unit, as "5 meters"; None if it is not."""
+    found = _expressions(text)
+    if len(found) != 1:
+        return None
+    before, _, after = TEXT.sub(r" \1 ", text).partition(found[0])
+    after = _trimmed(after)
+    return found[0] if not _trimmed(before) and (not after or _UNITS.fullmatch(after)) else None
+
+
+def value_of(answer: str) -> str:
+    """An answer without the words for its unit."""
+    return (quantity(answer) if is_prose(answer) else None) or answer
+
+
+def _marked_answer(text: str, gold: str) -> str | None:
+    """The answer that is marked as one; None where none is, and empty where it was cut off."""
+    boxes = _boxes(text)
+    marks = list[tuple[int, str | None, Choose]]()
+    for start, _, inside in boxes:
+        marks.append((start, inside and _CUE.split(inside)[-1], lambda text: quantity(text) or text))
+    cues = [cue for cue in _CUE.finditer(text) if not any(start < cue.start() < end for start, end, _ in boxes)]
+    for cue, end in zip(cues, [*(cue.start() for cue in cues[1:]), len(text)], strict=False):
+        if said := _CUED.match(text, cue.end(), end):
+            marks.append((cue.start(), said[1], _leading_expression if cue[0] == "####" else _first_expression))
+    if _is_choice(gold):
+        marks += [(choice.start(), choice[0], str) for choice in _RIGHT_CHOICE.finditer(text)]
+    marks.sort(key=lambda mark: mark[0], reverse=True)
+    for _, found, choose in marks:
+        if found is None:
+            return ""
+        if answer := _answer_in(found, gold, choose):
+            return answer
+    return marks[0][1] if marks else None
+
+
+def _answer_in(text: str, gold: str, choose: Choose) -> str | None:
+    """The answer in a part of a completion, which `choose` finds in prose."""
+    if _is_choice(gold) and (choice := _CHOICE.match(_bare_start(text))):
+        return choice[1] or choice[2]
+    text = text.strip().rstrip(".").strip("*` \n")
+    if word_of(gold) is not None:
+        return re.split(r"(?i)\b(?:is|are|was|were)\b", text)[-1].strip() or None
+    return choose(text) if is_prose(text) else text or None
+
+
+def _last_expression(text: str) -> str | None:
+    found = _maths(text) or _expressions(text)
+    return found[-1] if found else None
+
+
+def _leading_expression(text: str) -> str | None:
+    found = _expressions(text)
+    return found[0] if found and not _trimmed(text.partition(found[0])[0]) else None
+
+
+def _first_expression(text: str) -> str | None:
+    """That of what follows "answer is": its first, unless it begins otherwise or is calculated there."""
+    text = ([part for part in _CORRECTED.split(text) if _expressions(part)] or [text])[-1]
+    if maths := _maths(text):
+        return maths[0]
+    if not (found := _expressions(text)):
+        return None
+    before, _, after = text.partition(found[0])
+    words = re.findall(r"[^\W\d_]{2,}", before)
+    return found[0] if "=" not in after and len(words) < 2 and words != ["not"] else found[-1]
+
+
+def _boxes(text: str) -> list[tuple[int, int, str | None]]:
+    """Start, end and inside of the last `\\boxed{}` and `\\fbox{}` that are not empty; None: it is not closed."""
+    found = list[tuple[int, int, str | None]]()
+    for sign in list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))[-20:]:
+        depth, place = 1, sign.end()
+        for place in range(sign.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                break
+        inside = text[sign.end() : place] if depth == 0 else None
+        if inside is None or inside.strip():
+            found.append((sign.start(), place, inside))
+    return found
+
+
+def _maths(text: str) -> list[str]:
+    """What is between `$` or `$$`, `\\(` and `\\)`, `\\[` and `\\]`; a single `$` reaches to the end of its line."""
+    found, opened = list[str](), None
+    for sign in DELIMITER.finditer(text):
+        inside = text[opened.end() : sign.start()] if opened and sign[0] == _CLOSES[opened[0]] else ""
+        is_money = sign[0] == "$" and ("\n" in inside or is_prose(inside))  # two sums of it, and not maths
+        if opened and inside.strip() and not is_money:
+            found.append(inside.strip().rstrip(".,"))
+            opened = None
+        elif sign[0] in _CLOSES:
+            opened = sign
+    return found
+
+
+def _expressions(text: str) -> list[str]:
+    """What is between the words of a sentence and holds a number or a command."""
+    parts = _WORD.sub(lambda word: word[1] or "\n", _BREAK.sub("\n", TEXT.sub(r" \1 ", text))).splitlines()
+    found = [_trimmed(part.lstrip(" )").rstrip(" (")) for part in parts]
+    found = [part if part.count("(") == part.count(")") else _trimmed(part.strip("()")) for part in found]
+    found = [re.sub(r"^[^A-Za-z\\]*=\s*", "", part) for part in found]  # 7 of 3 + 4 = 7
+    return [part for part in found if re.search(r"\d|\\[A-Za-z]|[∞√π½-¾]", part)]
+
+
+def _trimmed(part: str) -> str:
+    """Without the punctuation and the "and" around it, and a dash before it."""
+    part = part.strip(_LEFT_EDGE).rstrip(_RIGHT_EDGE).removeprefix("and").removesuffix("and")
+    return re.sub(r"^[-–—+]\s+", "", part.lstrip(_LEFT_EDGE)).rstrip(_RIGHT_EDGE)
+
+
+def is_prose(text: str) -> bool:
+    """Whether a text has words in it, and not only those of formulas."""
+    words = (word[2].lower() for word in _WORD.finditer(TEXT.sub(" ", text)) if word[2])
+    return any(len(word) > 2 or word in _SHORT_WORDS for word in words)
+
+
+def bare(text: str) -> str:
+    """Without the signs of LaTeX and of sentences around it."""
+    return TEXT.sub(r"\1", text).strip(" $().!*\n")
+
+
+def word_of(gold: str) -> str | None:
+    """A text, a single word or a choice (A to J) that stands for itself; None for mathematics."""
+    text = bare(gold)
+    is_text = TEXT.fullmatch(gold.strip(" $")) and re.search(r"[^\W\d_]{3,}", text)
+    is_word = re.fullmatch(r"[^\W\d_]{3,}", text) and is_prose(text) or text.lower() == "no"
+    return text if is_text or is_word or _is_choice(gold) else None
+
+
+def unit_of(answer: str) -> str | None:
+    """The first word of the unit, as in "5 meters"."""
+    words = re.findall(r"[^\W\d_]{2,}", answer.removeprefix(value_of(answer)))
+    return words[0] if words else None
+
+
+def _is_choice(gold: str) -> bool:
+    return re.fullmatch(r"[A-J]", bare(gold)) is not None
+
+
+def _bare_start(text: str) -> str:
+    return TEXT.sub(r"\1", text).replace("$", "").replace("*", "").strip()
