@@ -63,7 +63,9 @@ def row(seed: str, run: Path) -> str:
 
 
 def rate(evaluation: dict[str, Any] | None) -> str:
-    return f"{evaluation['success_once']:.3f} ({evaluation['successes']}/{evaluation['n']})" if evaluation else ""
+    if evaluation is None:
+        return ""
+    return f"{evaluation['successes'] / evaluation['n']:.3f} ({evaluation['successes']}/{evaluation['n']})"
 
 
 def point(metrics: dict[str, Any] | None) -> str:

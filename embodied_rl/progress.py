@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 SHOWN = {
-    "rollout/success_once": ("success", ".0%"),
     "rollout/return": ("return", ".3g"),
     "losses/imitation": ("loss", ".3g"),
     "held_out/token_accuracy": ("tokens right", ".0%"),
@@ -32,6 +31,7 @@ class TrainProgress:
         terminal: whether to draw the bar; default: whether stdout is a terminal.
         what: the command, as the bar's label.
         unit: what is counted.
+        success: name of the success that counts.
     """
 
     def __init__(
@@ -43,7 +43,9 @@ class TrainProgress:
         terminal: bool | None = None,
         what: str = "train",
         unit: str = "iteration",
+        success: str = "success_once",
     ) -> None:
+        self._shown = {f"rollout/{success}": ("success", ".0%"), **SHOWN}
         self._what, self._unit = what, unit
         self._total = total_iterations
         self._done = start_iteration
@@ -101,7 +103,7 @@ class TrainProgress:
             speed = (last_steps - first_steps) / (last - first)
         if speed is not None and math.isfinite(speed):
             parts.append(f"{speed:,.0f}/s")
-        for key, (label, form) in SHOWN.items():
+        for key, (label, form) in self._shown.items():
             if key in metrics and math.isfinite(metrics[key]):
                 parts.append(f"{label} {metrics[key]:{form}}")
         if first_iteration < last_iteration < self._total:

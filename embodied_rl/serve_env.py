@@ -49,8 +49,10 @@ def serve(arguments: list[str], venv: Path | None) -> int:
     except KeyboardInterrupt:
         return 130
 
+    patience = iter(["waiting for the sessions; again to end now"])
+
     def interrupt(*_: object) -> None:
-        print("waiting for the sessions; again to end now", file=sys.stderr)
+        print(next(patience, "ending"), file=sys.stderr)
         server.popen.send_signal(signal.SIGINT)
 
     signal.signal(signal.SIGTERM, lambda *_: server.popen.terminate())

@@ -151,7 +151,7 @@ class Training:
         self.team.sync_weights()
         self._evaluate_before()
         total = self.config.train.iterations
-        with TrainProgress(total, start_iteration=self.iteration) as progress:
+        with TrainProgress(total, start_iteration=self.iteration, success=self.config.env.score) as progress:
             while self.iteration < total and not self.reached:
                 metrics = self._iterate()
                 progress.update(self.iteration, self.env_steps, metrics)
@@ -354,6 +354,7 @@ def _refuse_success_settings(config: Config) -> None:
     algorithm = config.algorithm
     needs = {
         "train.stop_at_success": config.train.stop_at_success is not None,
+        "env.success=at_end": config.env.success == "at_end",
         "algorithm.group_score=success": algorithm.name == "grpo" and algorithm.group_score == "success",
         "algorithm.filter_low and filter_high": (algorithm.filter_low, algorithm.filter_high) != (None, None),
     }

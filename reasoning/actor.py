@@ -193,7 +193,7 @@ class LanguageActor(ActorWorker):
 
     def _require_equal_models(self, metrics: dict[str, float]) -> None:
         """In the first update, the sampler must have scored its tokens as this model did before it."""
-        apart, limit = metrics.get("sampling/logprob_gap_mean", 0.0), Limit.of(self.policy).mean
+        apart, limit = metrics.get("sampling/logprob_gap_mean", 0.0), Limit.of(self.policy, self.policy.autocast).mean
         if not apart <= limit:
             raise RuntimeError(
                 f"before the first update, log-probabilities of the actor and of the sampler are {apart:.3g} apart on "

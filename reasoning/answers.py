@@ -38,6 +38,9 @@ _UNIT = re.compile(
     r"(?<=[\w)}\]])(?:\\[,;:! ]|[\s~])*\\(?:text|textrm|mbox|mathrm)\s*\{"
     r"(?!\s*(?:percent|hundred|thousand|million|billion)\b)[^{}]*[A-Za-z][^{}]*\}(?:\s*\^\s*\{?\d\}?)?\s*$"
 )
+_OPEN = re.compile(  # a relation, or a sum or a list, of which a side or an end is not said
+    r"^[\s$]*(?:[<>≤≥≠]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z]))|[-+*/=][\s$]*$|\\[lcv]?dots|…|\.\.\."
+)
 _IN_BASE = re.compile(r"([-+]?[0-9A-Z]+)_\{?(\d+)\}?")
 _MIXED = re.compile(r"(?<![\w.,/^{}])(\d+)\s+(\d+)/(\d+)(?![\w.,/^])")
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
@@ -63,6 +66,8 @@ def plain_verdict(prediction: str, gold: str) -> bool | None:
     if word is not None:
         return bare(prediction).casefold() == word.casefold()
     if len({unit.lower()[:3] for text in (prediction, gold) if (unit := unit_of(text))}) > 1:
+        return False
+    if sum(bool(_OPEN.search(text)) for text in (prediction, gold)) == 1:
         return False
     numbers = [_plain(value_of(text)) for text in (prediction, gold)]
     if all(in_base := [_IN_BASE.fullmatch(number) for number in numbers]):
@@ -152,8 +157,12 @@ def _are_apart(gold: Any, prediction: Any) -> bool:
     ours, theirs = (side.rhs if isinstance(side, sympy.Equality) else side for side in (gold, prediction))
     if ours == theirs or not all(isinstance(side, sympy.Expr) and side.is_number for side in (ours, theirs)):
         return False
-    smaller = min(abs(sympy.N(side)) for side in (ours, theirs))
-    return bool(abs(sympy.N(ours - theirs)) > CLOSE * smaller) and not ours.equals(theirs)
+    sizes = [abs(sympy.N(side)) for side in (ours, theirs)]
+    if any(
+        size.is_infinite for size in sizes
+    ):  # of these `equals`, which tries numbers at random, now and then says yes
+        return bool(sizes[0] != sizes[1])
+    return bool(abs(sympy.N(ours - theirs)) > CLOSE * min(sizes)) and not ours.equals(theirs)
 
 
 def _equal_for_positive(gold: Any, prediction: Any) -> bool:

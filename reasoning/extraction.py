@@ -14,7 +14,17 @@ _CUE = re.compile(
     r"(?:is\b|(?:would|should|must)\s+be\b|[:=>]|\*\*|(?=\([A-J]\)))"
 )
 _CUED = re.compile(r"[\s:*]*((?:(?:\$\$|\\\[)\s*)?[^\n]+?)(?=\n|</answer>|$)")
-_CORRECTED = re.compile(r"(?i)\b(?:wait|actually|correction|sorry)\b")
+_CORRECTED = re.compile(  # between other punctuation than words have that are no correction, as "5 minutes to wait"
+    r"(?i)(?:(?<=[.!?;,:—–(\n])\s*|\s-\s*)(?:(?:oh|no|hmm)[,.!]?\s+)?(?:wait|actually|correction|sorry)\b"
+    r"(?:\s*[,.!:—–-]|\s+(?=it\b|that\b|the\b|no\b))"
+)
+_ALTERNATIVE = re.compile(r"\s*,?\s*(?:or|times|plus|over|divided|multiplied)\b")
+_CLAUSE = re.compile(r"(?i)[.,;](?=\s|$)|\b(?:because|since|as|where)\b")
+_NEGATIVE = re.compile(r"(?i)\b(?:negative|minus)\s+(?=\$?\d)")
+_LETTER = re.compile(r"(?<![\w'’])(?:\(([A-J])\)|([A-J])(?=[).:,;]|\s*$))")
+_REJECTED = re.compile(
+    r"(?i:\b(?:if|whether|not|wrong|incorrect|false|neither|cannot|eliminat\w*)\b)|\b[A-J]\)?\s*(?:or\b|and\b|[/&])\s*\(?[A-J]\b"
+)
 _BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
 DELIMITER, _CLOSES = re.compile(r"(?<!\\)(?:\$\$?|\\[()\[\]])"), {"$": "$", "$$": "$$", r"\(": r"\)", r"\[": r"\]"}
 _ONE_BOXED = re.compile(r"\\boxed\s+(-?\w+)")  # as some solutions of MATH have it
@@ -39,7 +49,10 @@ _CHOICE = re.compile(
     r"(?:\(([A-J])\)|([A-J])(?=[).,:;]|\s*$|\\\s|\s+\(|\s+(?:because|since|as|is)\b))"
     r"(?!\s*(?:(?:[,/&]|or\b|and\b)\s*\(?[A-J]\b|\([A-J]\)))"  # who names several has chosen none
 )
-_RIGHT_CHOICE = re.compile(r"\(?\b[A-J]\)?(?=\s+(?:is|must be)\s+(?:the\s+)?(?:correct|right|best)\b)")
+_RIGHT_CHOICE = re.compile(
+    r"(?<!\b[Ii]f )(?<!\b[Oo]nly )(?<!\b[Ww]hether )\(?\b[A-J]\)?"
+    r"(?=\s+(?:is|must be)\s+(?:the\s+)?(?:correct|right|best)\b(?!\s+(?:only|if)\b))"
+)
 Choose = Callable[[str], str | None]
 
 
@@ -50,12 +63,14 @@ def answer_of(completion: str, gold: str = "") -> str | None:
     off. Else the last bold text, if it is an answer and none follows; else the whole text, if it is an expression, else
     its last `$...$`, `\\(...\\)` or `\\[...\\]`, else the last expression between its words.
     """
-    completion = completion[-20 * MOST_CHARACTERS :]
+    completion = _NEGATIVE.sub("-", completion[-20 * MOST_CHARACTERS :])
+    _, _, said = completion.rpartition("</think>")
+    completion = said if said.strip() else completion
     found = _marked_answer(completion, gold)
     if found is None and (bold := list(_BOLD.finditer(completion))) and not _expressions(completion[bold[-1].end() :]):
         found = _answer_in(bold[-1][1], gold, quantity)
     if found is None:
-        found = _answer_in(completion, gold, _last_expression)
+        found = _chosen(completion) if _is_choice(gold) else _answer_in(completion, gold, _last_expression)
     if found and unit_of(gold) and (units := re.findall(rf"{re.escape(found)}\s*([^\W\d_]{{2,}})", completion)):
         found += f" {units[-1]}"
     return found if found and len(found) <= MOST_CHARACTERS else None
@@ -87,12 +102,14 @@ def _marked_answer(text: str, gold: str) -> str | None:
     boxes = _boxes(text)
     marks = list[tuple[int, str | None, Choose]]()
     for start, _, inside in boxes:
-        marks.append((start, inside and _CUE.split(inside)[-1], lambda text: quantity(text) or text))
+        if inside and _CUE.search(inside):
+            inside = _CUE.split(TEXT.sub(r"\1", inside))[-1]
+        marks.append((start, inside, lambda text: quantity(text) or text))
     cues = [cue for cue in _CUE.finditer(text) if not any(start < cue.start() < end for start, end, _ in boxes)]
     for cue, end in zip(cues, [*(cue.start() for cue in cues[1:]), len(text)], strict=False):
         if said := _CUED.match(text, cue.end(), end):
             marks.append((cue.start(), said[1], _leading_expression if cue[0] == "####" else _first_expression))
-    if _is_choice(gold):
+    if _is_choice(gold) and not marks:
         marks += [(choice.start(), choice[0], str) for choice in _RIGHT_CHOICE.finditer(text)]
     marks.sort(key=lambda mark: mark[0], reverse=True)
     for _, found, choose in marks:
@@ -131,8 +148,11 @@ def _first_expression(text: str) -> str | None:
     if not (found := _expressions(text)):
         return None
     before, _, after = text.partition(found[0])
+    if _ALTERNATIVE.match(after):
+        return None
     words = re.findall(r"[^\W\d_]{2,}", before)
-    return found[0] if "=" not in after and len(words) < 2 and words != ["not"] else found[-1]
+    is_first = "=" not in _CLAUSE.split(after)[0] and len(words) < 2 and words != ["not"]
+    return found[0] if is_first else found[-1]
 
 
 def _boxes(text: str) -> list[tuple[int, int, str | None]]:
@@ -155,7 +175,8 @@ def _maths(text: str) -> list[str]:
     found, opened = list[str](), None
     for sign in DELIMITER.finditer(text):
         inside = text[opened.end() : sign.start()] if opened and sign[0] == _CLOSES[opened[0]] else ""
-        is_money = sign[0] == "$" and ("\n" in inside or is_prose(inside))  # two sums of it, and not maths
+        ends_open = inside.rstrip()[-1:] in {*"+-*/=×÷"} or text[sign.end() : sign.end() + 1].isdigit()
+        is_money = sign[0] == "$" and ("\n" in inside or ends_open or is_prose(inside))  # two sums of it, and not maths
         if opened and inside.strip() and not is_money:
             found.append(inside.strip().rstrip(".,"))
             opened = None
@@ -209,4 +230,13 @@ def _is_choice(gold: str) -> bool:
 
 
 def _bare_start(text: str) -> str:
-    return TEXT.sub(r"\1", text).replace("$", "").replace("*", "").strip()
+    return re.sub(r"\\[()\[\]]|[$*\"'“”‘’]", "", TEXT.sub(r"\1", text)).strip()
+
+
+def _chosen(text: str) -> str | None:
+    """The choice that the last sentence with one in it names, if it names one and does not reject it."""
+    for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n+", text)):
+        sentence = _bare_start(sentence)
+        if letters := {first or second for first, second in _LETTER.findall(sentence)}:
+            return letters.pop() if len(letters) == 1 and not _REJECTED.search(sentence) else None
+    return None

@@ -226,10 +226,7 @@ def _init_ray(address: str | None) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     joined = address or os.environ.get("RAY_ADDRESS")
     if joined and (place := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", joined)):
-        try:
-            socket.create_connection((place[1], int(place[2])), PROBE_S).close()
-        except (OSError, OverflowError) as error:
-            raise RayFailed(f"no Ray cluster at {joined}: {error}; `ray start --head` starts one there") from None
+        _await_head(joined, place[1].strip("[]"), int(place[2]))
     try:
         if joined:
             ray.init(address, **quiet)
@@ -238,6 +235,19 @@ def _init_ray(address: str | None) -> None:
     except Exception as error:  # Ray has no class of its own for it
         ray.shutdown()
         raise RayFailed(f"Ray did not {f'join the cluster at {joined}' if joined else 'start'}: {error}") from error
+
+
+def _await_head(address: str, host: str, port: int) -> None:
+    """Wait until something listens there. Raises RayFailed."""
+    deadline = time.monotonic() + PROBE_S
+    while True:
+        try:
+            socket.create_connection((host, port), PROBE_S).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() > deadline or not isinstance(error, ConnectionRefusedError):  # the head may be starting
+                raise RayFailed(f"no Ray cluster at {address}: {error}; `ray start --head` starts one there") from None
+        time.sleep(0.2)
 
 
 def _devices(nodes: list[dict], cpu_slots: int | None) -> list[Device]:

@@ -18,9 +18,10 @@ class Limit:
     largest: float
 
     @staticmethod
-    def of(network: torch.nn.Module) -> Limit:
-        """By the coarsest type that a network computes in."""
+    def of(network: torch.nn.Module, computes_in: torch.dtype | None = None) -> Limit:
+        """By the coarsest type that a network computes in: of its parameters, or under autocast."""
         types = {parameter.dtype for parameter in network.parameters() if parameter.is_floating_point()}
+        types |= {computes_in} if computes_in else set()
         return Limit(0.005, 0.1) if all(torch.finfo(one).bits >= 32 for one in types) else Limit(0.1, 2.0)
 
 

@@ -215,7 +215,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_leaves_no_process(sent: signal
     wait_for_lines(run, 2, process)
     children = [pid for name, pid in json.loads((run / "processes.json").read_text()).items() if name != "driver"]
     process.send_signal(sent)
-    output = finish(process, timeout=60)
+    output = finish(process)
     assert process.returncode == 130, output
     assert "Resume with: " in output and "Traceback" not in output
     deadline = time.monotonic() + 20
@@ -238,7 +238,7 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_a_resume_command(worker:
     run = tmp_path / "cartpole_ppo"
     wait_for_lines(run, 2, process)
     os.kill(pid_of(run, worker), signal.SIGKILL)
-    output = finish(process, timeout=30)
+    output = finish(process)
     assert process.returncode == 1
     assert f"The run ended because {worker} died" in output
     assert "Resume with: " in output and "--resume" in output

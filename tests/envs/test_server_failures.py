@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from served import wait_until
 
 from envs import child, remote
 from envs.base import EnvError, EnvSettings, VectorEnv, episode_seed
@@ -96,13 +97,14 @@ def test_a_reset_during_which_the_server_is_killed_uses_up_no_seed(
     env.reset()
     env.chunk_step(actions(env))
 
-    def restart() -> None:
+    def restart_once_asked() -> None:
+        wait_until(lambda: any(request.op == "reset" for request in list(pool._pending.values())))
         server.popen.kill()
         server.popen.wait()
         serve()
 
     os.kill(server.popen.pid, signal.SIGSTOP)
-    accident = threading.Timer(0.5, restart)
+    accident = threading.Thread(target=restart_once_asked)
     accident.start()
     states = env.reset()["state"]
     accident.join()

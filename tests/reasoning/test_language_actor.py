@@ -175,6 +175,19 @@ def test_a_sampler_that_has_another_model_is_told_in_the_first_update(
     actor.update(of_the_model(scored(RAGGED), actor, 1.0))  # later the two may differ
 
 
+@pytest.mark.parametrize("apart", [0.05, 0.3])
+def test_a_sampler_in_bfloat16_may_round_otherwise(apart: float) -> None:
+    """The parameters that learn are float32, and computed with in bfloat16."""
+    actor = learner("grpo", tiny())
+    actor.has_learned, actor.policy.autocast = False, torch.bfloat16
+    groups = of_the_model(scored(RAGGED), actor, apart)
+    if apart < 0.1:
+        assert actor.update(groups).report["metrics"]["sampling/logprob_gap_mean"] > 0.005
+    else:
+        with pytest.raises(RuntimeError, match="rounding explains 0.1"):
+            actor.update(groups)
+
+
 def test_samplers_are_given_no_critic() -> None:
     [weights] = learner("ppo", tiny(has_critic=True)).weights([])
     assert set(weights) == set(tiny().learned_state())

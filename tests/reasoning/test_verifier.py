@@ -133,6 +133,40 @@ LATEST = [  # of several answers
     ("**Step 1:** 3\n**2.** So it is 12", "12", True),
     ("He has **12 apples** now.", "12", True),
 ]
+SENTENCES = [  # money, reasons, second thoughts, alternatives, signs and relations in words
+    *((text, "30", True) for text in ("So the total is $18 + $12 = $30.", "**Total:** $18 + $12 = $30")),
+    ("So the total is $18 + $12 = $30.", "18", False),
+    ("Profit = $200 - $130 = $70.", "70", True),
+    ("Profit = $200 - $130 = $70.", "200", False),
+    ("9 * $2 = $18.", "18", True),
+    ("9 * $2 = $18.", "2", False),
+    ("The answer is $12. She pays $5 + $7 = $12 for 2 books.", "12", True),
+    ("The answer is $12. She pays $5 + $7 = $12 for 2 books.", "5", False),
+    ("She has $5 and $7.", "5", False),
+    ("The answer is 18, since 9 * 2 = 18 dollars for 9 eggs.", "18", True),
+    ("The answer is 18, since 9 * 2 = 18 dollars for 9 eggs.", "9", False),
+    ("The answer is 18 because 16 - 3 - 4 = 9 and 9 * 2 = 18.", "18", True),
+    ("The answer is 5 apples + 3 apples = 8 apples", "8", True),
+    ("The answer is 5. Sorry for the 2 mistakes above.", "5", True),
+    ("The answer is 5 minutes to wait for 3 trains.", "5", True),
+    ("The answer is 5 actually, not 6.", "5", True),
+    ("The answer is 5, no wait, 6.", "6", True),
+    ("The answer is 5. Actually, it is 6.", "6", True),
+    ("The answer is 5. Actually it is 6.", "6", True),
+    ("<think>the answer is 5</think> It is **6**.", "6", True),
+    ("<think>the answer is 5</think> It is **6**.", "5", False),
+    (r"<think>\boxed{5}</think>\boxed{6}", "6", True),
+    ("<think>so it is 5</think>", "5", True),
+    ("The answer is either 18 or 20.", "18", False),
+    ("The answer is 3 over 4.", "3", False),
+    ("The answer is negative 5.", "-5", True),
+    ("It is minus 5.", "5", False),
+    *(
+        (rf"\boxed{{{text}}}", "73", False)
+        for text in ("> 73", r"\le 73", r"\neq 73", "73+", r"1, 2, \ldots, 73", "≥73")
+    ),
+    ("x > 2", "x>2", True),
+]
 FRAGMENTS = [  # numbers that are a part of the answer
     (r"\boxed{3xyz}", "3", False),
     (r"\boxed{xyz+1}", "1", False),
@@ -187,6 +221,27 @@ CHOICES = [
     r"\boxed{\mathbf{C}}",
     r"\boxed{\textrm{C}}",
     "It is C",
+    r"$\boxed{\text{C}}$, and A is correct only if x=0",
+    "The answer is C because A is the correct value of x",
+    "<think>D is correct</think> The option is C.",
+    "(A) is wrong. (B) is wrong. Hence (C).",
+    "A: wrong\nC: right",
+    "A is incorrect. The correct one is C.",
+    r"The answer is \(C\).",
+    'The answer is "C".',
+    r"\(\text{C}\)",
+    r"\boxed{\text{Answer: C}}",
+    "thus C",
+    "therefore (C)",
+    "I would choose C.",
+]
+NO_CHOICES = [
+    "It could be A or C.",
+    "(A) or (C)",
+    "If C is correct, then x=0",
+    "The answer is not C.",
+    "C is wrong.",
+    "Cats",
 ]
 NOTATION = [
     ("½", "1/2", True),
@@ -267,7 +322,9 @@ def verifier() -> Iterator[Verifier]:
         yield verifier
 
 
-@pytest.mark.parametrize(("prediction", "gold", "verdict"), [*CASES, *WRITTEN, *LATEST, *FRAGMENTS, *NOTATION, *SIZES])
+@pytest.mark.parametrize(
+    ("prediction", "gold", "verdict"), [*CASES, *WRITTEN, *LATEST, *SENTENCES, *FRAGMENTS, *NOTATION, *SIZES]
+)
 def test_reported_cases(verifier: Verifier, prediction: str, gold: str, verdict: bool | None) -> None:
     assert verifier.verify(prediction, gold) is verdict
 
@@ -275,6 +332,11 @@ def test_reported_cases(verifier: Verifier, prediction: str, gold: str, verdict:
 @pytest.mark.parametrize("text", CHOICES)
 def test_a_choice_is_read_however_it_is_named(verifier: Verifier, text: str) -> None:
     assert verifier.verify_all([(text, "C"), (text, "D")]) == [True, False]
+
+
+@pytest.mark.parametrize("text", NO_CHOICES)
+def test_what_is_not_chosen_is_no_choice(verifier: Verifier, text: str) -> None:
+    assert verifier.verify_all([(text, letter) for letter in "ACD"]) == [False] * 3
 
 
 def test_the_order_of_equal_answers_makes_no_difference(verifier: Verifier) -> None:
