@@ -23,6 +23,23 @@ if TYPE_CHECKING:
 
 _LIBERO = "On LIBERO's suites"
 _LANGUAGE = "Of language models"
+_OF_EVALUATION = {  # parameters of `eval` beside the policy
+    "a run": {"episodes", "seed", "videos", "stochastic"},
+    "a suite": {
+        "suite",
+        "protocol",
+        "trials",
+        "tasks",
+        "envs",
+        "seed",
+        "videos",
+        "stochastic",
+        "out",
+        "resume",
+        "wandb",
+    },
+    "a benchmark": {"benchmark", "samples", "temperature", "out"},
+}
 app = typer.Typer(
     help="Train robot policies in simulators, and language models, by reinforcement learning.",
     no_args_is_help=True,
@@ -107,6 +124,7 @@ def sft(
 
 @app.command("eval")
 def evaluate(
+    context: typer.Context,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -199,21 +217,17 @@ def evaluate(
             fault = Fault("policy", None, "no policy was named", "name a run, a checkpoint, a recipe, expert or random")
             _refuse([fault], "the evaluation")
         kind = None if suite else kind_of(chosen)
-        if kind is not None and benchmark is not None:
-            given: dict[str, object] = {"episodes": episodes, "seed": seed, "videos": videos, "stochastic": stochastic}
-            given |= {"trials": trials, "tasks": tasks, "envs": envs, "resume": resume or None}
-            given |= {"wandb": None if wandb == "auto" else wandb}
-            useless = {name: value for name, value in given.items() if value is not None}
-            if faults := [Fault(f"--{name}", useless[name], "not of a benchmark", "leave it out") for name in useless]:
-                _refuse(faults, "the evaluation")
-            raise typer.Exit(kind.evaluate([chosen, *rest], benchmark, samples, temperature, out))
-        if kind is not None:
+        if kind is not None and benchmark is None:
             _refuse(
                 [Fault("--benchmark", None, "a language model is evaluated on one", "name a file")], "the evaluation"
             )
-        if benchmark is not None:
+        if kind is None and suite is None and benchmark is not None:
             problem = "only language models are evaluated on a benchmark"
             _refuse([Fault("policy", chosen, problem, "see `embodied-rl recipes`")], "the evaluation")
+        if faults := _useless(context, "a suite" if suite else "a benchmark" if kind else "a run"):
+            _refuse(faults, "the evaluation")
+        if kind is not None and benchmark is not None:
+            raise typer.Exit(kind.evaluate([chosen, *rest], benchmark, samples, temperature, out))
         if suite is not None and rest:
             problem = "a suite is evaluated without overrides"
             _refuse([Fault("command line", word, problem, "leave it out") for word in rest], "the evaluation")
@@ -477,6 +491,25 @@ def _prepared(
 
 def _is_recipe(word: str) -> bool:
     return "=" not in word or Path(word).exists()
+
+
+def _useless(context: typer.Context, what: str) -> list[Fault]:
+    """Options that were given and that an evaluation of a run, a suite or a benchmark has no use for."""
+    from embodied_rl.faults import Fault
+
+    given = [one for one in context.command.params if _is_given(context, one.name or "")]
+    return [
+        Fault(
+            "/".join([*one.opts, *one.secondary_opts]), context.params[one.name or ""], f"not of {what}", "leave it out"
+        )
+        for one in given
+        if one.name not in {"words", "named_policy", *_OF_EVALUATION[what]}
+    ]
+
+
+def _is_given(context: typer.Context, parameter: str) -> bool:
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _refuse(faults: Sequence[Fault], action: str) -> NoReturn:

@@ -40,6 +40,8 @@ Address = Annotated[str, Field(pattern=f"^(ipc://.+|tcp://.+:{_PORT})$")]
 
 def _several(given: Any) -> Any:
     """One as well as a list of some."""
+    if given is None:
+        return ()
     return (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from embodied_rl.checkpoint import latest_checkpoint, read_manifest
 from embodied_rl.config import Section
 from embodied_rl.faults import Fault, show
-from embodied_rl.runs import runs_in
+from embodied_rl.runs import kept, runs_in
 from embodied_rl.schema import all_keys, flat
 
 # What a resumed run may change: how long, how watched and where it runs, not what is learned from what.
@@ -53,21 +53,12 @@ def run_faults(
     for key in dict.fromkeys((*new, *old)):
         if key.startswith((*MAY_CHANGE, *may_change)) or key in defaulted:
             continue
-        if _kept(key, old.get(key), may_change) == _kept(key, new.get(key), may_change):
+        if kept(key, old.get(key), may_change) == kept(key, new.get(key), may_change):
             continue
         what = "network" if key.startswith(NETWORK) else "env" if key.startswith("env.") else "run"
         problem = f"a resumed run keeps its {what}; it was {show(old.get(key))} in {checkpoint.name}"
         faults.append(Fault(key, show(new.get(key)), problem, hint))
     return faults
-
-
-def _kept(key: str, value: Any, may_change: tuple[str, ...]) -> Any:
-    """What of a value stays: of a list of shares, which have keys of the section that it is in, those that do."""
-    if not isinstance(value, list):
-        return value
-    section = key.rpartition(".")[0]
-    kept = lambda share: {name: share[name] for name in share if not f"{section}.{name}".startswith(may_change)}  # noqa: E731
-    return [kept(share) if isinstance(share, dict) else share for share in value]
 
 
 def _nothing_to_resume(run_dir: Path, skipped: list[str]) -> list[Fault]:

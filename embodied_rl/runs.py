@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -17,6 +18,7 @@ from embodied_rl.recipe import EMBODIED
 
 logger = logging.getLogger(__name__)
 WHERE = ("env.server", "env.server_token_file", "env.server_timeout_s", "env.python")  # envs are simulated
+MIX = "env.mix"
 
 
 def choose_run_dir(config: Config, recipe_name: str, resume: bool | str) -> tuple[Path, list[Fault]]:
@@ -76,11 +78,28 @@ def checkpoint_at(path: Path) -> tuple[Path, Config, list[Fault]]:
 
 def moved(config: Config, overrides: Sequence[str]) -> tuple[Config, list[Fault]]:
     """A checkpoint's configuration with its envs where overrides of `WHERE` say; or what is wrong with these."""
-    hint = f"what may be given: {', '.join(WHERE)}"
-    foreign = [word for word in overrides if word.partition("=")[0] not in WHERE]
-    if foreign:
+    hint = f"what may be given: {', '.join(WHERE)}, and these in {MIX}"
+    foreign = [word for word in overrides if word.partition("=")[0] not in (*WHERE, MIX)]
+    if not overrides or foreign:
         return config, [Fault("command line", word, "an evaluation is of what was trained", hint) for word in foreign]
-    return EMBODIED.read(config.model_dump(mode="json"), overrides) if overrides else (config, [])
+    found, faults = EMBODIED.read(config.model_dump(mode="json"), overrides)
+    before, after = (kept(MIX, one.model_dump(mode="json")["env"]["mix"], WHERE) for one in (config, found))
+    own = [share.server for share in found.env.mix if share.server]
+    if before != after and not faults:
+        faults = [Fault(MIX, None, "an evaluation is of what was trained", hint)]
+    elif own and config.env.server != found.env.server:
+        problem = f"shares of {MIX} have servers of their own, which would stay"
+        faults = [*faults, Fault("env.server", list(found.env.server), problem, f"give {MIX} with all of its shares")]
+    return found, faults
+
+
+def kept(key: str, value: Any, may_change: tuple[str, ...]) -> Any:
+    """What of a key's value stays: of a list of shares, which have keys of the section that it is in, those that do."""
+    if not isinstance(value, list):
+        return value
+    section = key.rpartition(".")[0]
+    stays = lambda share: {name: share[name] for name in share if not f"{section}.{name}".startswith(may_change)}  # noqa: E731
+    return [stays(share) if isinstance(share, dict) else share for share in value]
 
 
 def not_a_run(path: Path, problem: str) -> Fault:

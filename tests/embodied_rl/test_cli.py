@@ -323,6 +323,23 @@ def test_a_run_is_evaluated_with_its_envs_elsewhere_and_with_nothing_else_than_i
     assert len(started) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "useless"),
+    [
+        (["runs/mine", "--trials", "5", "--resume"], ["--trials = 5: not of a run", "--resume = true: not of a run"]),
+        (["tiny_addition", "--benchmark", "f.jsonl", "--deterministic"], ["--stochastic/--deterministic = false"]),
+        (["openvla-tiny", "--suite", "libero_goal", "--samples", "2"], ["--samples = 2: not of a suite"]),
+    ],
+)
+def test_options_of_another_kind_of_evaluation_are_refused(
+    words: list[str], useless: list[str], started: list[dict[str, Any]]
+) -> None:
+    save(Path("runs/mine"))
+    code, _, said = run("eval", *words)
+    assert code == 2 and all(fault in said for fault in useless) and f"{len(useless)} fault" in said
+    assert not started
+
+
 def foreign(path: Path) -> None:
     (path / "manifest.json").write_text("{}")
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from embodied_rl.checkpoint import mark_best, save_checkpoint
 from embodied_rl.cli import app
 from embodied_rl.config import Config
-from embodied_rl.runs import checkpoint_at, choose_run_dir, runs_in
+from embodied_rl.runs import checkpoint_at, choose_run_dir, moved, runs_in
 
 
 def make_runs(root: Path, *names: str) -> None:
@@ -91,6 +91,20 @@ def test_of_a_run_its_best_checkpoint_is_used_and_else_its_newest_sound_one(
     found, config, faults = checkpoint_at(tmp_path)
     assert (found, config.seed, faults) == (second, 2, [])
     assert f"skipped {third}" in caplog.text
+
+
+def test_the_envs_of_a_mix_are_elsewhere_by_its_shares() -> None:
+    shares = [{"id": "PushCube-v1"}, {"kind": "libero", "id": "libero_goal", "server": "tcp://yesterday:5005"}]
+    config = Config.model_validate({"env": {"mix": shares}})
+    today = "env.mix=[{id: PushCube-v1}, {kind: libero, id: libero_goal, server: 'tcp://today:5005'}]"
+    found, faults = moved(config, [today])
+    assert not faults and [share.server for share in found.env.mix] == [None, ("tcp://today:5005",)]
+    (fault,) = moved(config, [today.replace("goal", "object")])[1]
+    assert (fault.key, fault.problem) == ("env.mix", "an evaluation is of what was trained")
+    (fault,) = moved(config, ["env.server=tcp://today:5005"])[1]
+    assert fault.key == "env.server" and "servers of their own" in fault.problem
+    served = Config.model_validate({"env": {"server": "tcp://yesterday:5005"}})
+    assert moved(served, ["env.server=null"])[0].env.server == ()
 
 
 @pytest.mark.parametrize("command", ["eval", "serve-policy"])
