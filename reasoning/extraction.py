@@ -14,7 +14,7 @@ _CUE = re.compile(
     r"(?:is\b|(?:would|should|must)\s+be\b|[:=>]|\*\*|(?=\([A-J]\)))"
 )
 _CUED = re.compile(r"[\s:*]*((?:(?:\$\$|\\\[)\s*)?[^\n]+?)(?=\n|</answer>|$)")
-_CORRECTED = re.compile(  # between other punctuation than words have that are no correction, as "5 minutes to wait"
+_CORRECTED = re.compile(  # between punctuation, and not as in "5 minutes to wait"
     r"(?i)(?:(?<=[.!?;,:—–(\n])\s*|\s-\s*)(?:(?:oh|no|hmm)[,.!]?\s+)?(?:wait|actually|correction|sorry)\b"
     r"(?:\s*[,.!:—–-]|\s+(?=it\b|that\b|the\b|no\b))"
 )
@@ -59,9 +59,10 @@ Choose = Callable[[str], str | None]
 def answer_of(completion: str, gold: str = "") -> str | None:
     """The final answer in a completion, or None. Where the reference is a choice, as B, its letter of "(B) 12 cm".
 
-    The latest of `\\boxed{}`, `####` and "answer is" counts; the latest box not being closed, the completion was cut
-    off. Else the last bold text, if it is an answer and none follows; else the whole text, if it is an expression, else
-    its last `$...$`, `\\(...\\)` or `\\[...\\]`, else the last expression between its words.
+    Of what follows the last `</think>`, if anything does, the latest of `\\boxed{}`, `####` and "answer is" counts; if
+    the latest box is not closed, the completion was cut off. Else the last bold text, if it is an answer and none
+    follows; else the whole text, if it is an expression, else its last `$...$`, `\\(...\\)` or `\\[...\\]`, else the
+    last expression between its words.
     """
     completion = _NEGATIVE.sub("-", completion[-20 * MOST_CHARACTERS :])
     _, _, said = completion.rpartition("</think>")
