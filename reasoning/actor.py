@@ -188,7 +188,7 @@ class LanguageActor(ActorWorker):
 
     def weights(self, _: list[Any]) -> list[dict[str, Tensor]]:
         """The parameters that learning changes, for the samplers, which have no critic."""
-        [state] = super().weights(_)
+        [state] = super().weights([])
         return [{name: tensor for name, tensor in state.items() if not name.startswith(CRITIC)}]
 
     def _require_equal_models(self, metrics: dict[str, float]) -> None:
