@@ -1,6 +1,7 @@
 """Chunks that begin by doorbells do what the pool does, and what goes wrong the server finds out."""
 
 import gc
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -369,7 +370,7 @@ def test_processes_that_die_leave_no_descriptors(served: tuple[EnvServer, Remote
             owner.close()
             del owner
             gc.collect()
-    assert counts[1:] == counts[:-1], counts
+    assert all(then <= before for before, then in itertools.pairwise(counts)), counts  # earlier tests' may go
 
 
 def test_sets_that_come_and_go_leave_no_descriptors(served: tuple[EnvServer, RemotePool], faulty: EnvSettings) -> None:

@@ -67,6 +67,7 @@ def test_a_server_that_is_killed_and_restarted_costs_the_running_episodes_and_no
     going.reset()
     frozen.reset()
     going.chunk_step(actions(going))
+    os.kill(server.popen.pid, signal.SIGSTOP)  # so that the next chunk is not done before it is killed
     going.chunk_step_async(actions(going))
     server.popen.kill()
     server.popen.wait()

@@ -36,6 +36,13 @@ FIELDS = ["set", "settings", "env_ids", "chunk", "rows", "seeds", "init_state_id
 FIELDS += ["rung", "awaiting", "kind", "id", "processes", "numbers", "lost", "episodes"]
 
 
+def pids_of(server: EnvServer, pool: RemotePool) -> list[int]:
+    """The env processes of this session alone: those of earlier tests may still be ending."""
+    owner = server.sessions[pool._key].pool
+    assert owner is not None
+    return owner.pids
+
+
 @pytest.fixture(scope="module")
 def victim(server: EnvServer) -> Iterator[RemotePool]:
     """A session that messages are forged in; its set has a number that is hard to guess."""
@@ -115,15 +122,14 @@ def test_requests_that_wait_have_bounded_sizes_and_those_refused_are_asked_again
     pool = connect(server)
     env = pool.vector_env(TOY, range(1))
     env.reset()
-    [session] = [session for key, session in server.sessions.items() if key == pool._key]
-    assert session.pool is not None
+    processes = pids_of(server, pool)
     refused = server.counts["refused"]
-    for pid in session.pool.pids:
+    for pid in processes:
         os.kill(pid, signal.SIGSTOP)
     requests = [pool.send("state", set=env.key, more=bytes(2**16 - 100)) for _ in range(5)]  # the first is begun
     wait_until(lambda: server.counts["refused"] > refused)
-    assert 0 < sum(size for _, _, size in session.queue) <= 2**17
-    for pid in session.pool.pids:
+    assert 0 < sum(size for _, _, size in server.sessions[pool._key].queue) <= 2**17
+    for pid in processes:
         os.kill(pid, signal.SIGCONT)
     assert all(len(pool.wait(request)["value"]) == 1 for request in requests)
     pool.close()
@@ -134,7 +140,7 @@ def test_envs_may_be_dropped_while_a_chunk_of_theirs_is_run(server: EnvServer) -
     env, other = pool.vector_env(TOY, range(2)), pool.vector_env(TOY, range(2))
     env.reset()
     other.reset()
-    processes = [pid for session in server.sessions.values() if session.pool for pid in session.pool.pids]
+    processes = pids_of(server, pool)
     for pid in processes:
         os.kill(pid, signal.SIGSTOP)
     env.chunk_step_async(actions(env, 1))
