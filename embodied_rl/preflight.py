@@ -110,7 +110,8 @@ def _own_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str, ...]
 
 
 def _maniskill_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str, ...], Fault]]:
-    from embodied_rl.doctor import simulator_problem, vulkan_problem
+    from embodied_rl.doctor import simulator_problem
+    from embodied_rl.vulkan import vulkan_problem
 
     env = config.env
     if problem := simulator_problem("maniskill"):

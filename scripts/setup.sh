@@ -243,11 +243,11 @@ vulkan_step() {
     fi
 }
 
-# Prints what is wrong and returns 1, or returns 0. embodied_rl/doctor.py is the one that knows.
+# Prints what is wrong and returns 1, or returns 0. embodied_rl/vulkan.py is the one that knows.
 vulkan_problem() {
     [ -x "$PYTHON" ] || { echo "there is no .venv to ask"; return 1; }
     PYTHONDONTWRITEBYTECODE=1 "$PYTHON" -c 'import sys
-from embodied_rl.doctor import vulkan_problem
+from embodied_rl.vulkan import vulkan_problem
 problem = vulkan_problem()
 print(problem or "", end="")
 sys.exit(problem is not None)' 2>&1 9>&- | tail -n 1

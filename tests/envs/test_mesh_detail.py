@@ -10,7 +10,7 @@ from envs.episodes import EpisodicVectorEnv, VectorArgs
 from envs.mesh_detail import _cluster
 
 try:
-    from embodied_rl.doctor import vulkan_problem
+    from embodied_rl.vulkan import vulkan_problem
 except ImportError:
     vulkan_problem = lambda: "unknown"  # noqa: E731
 
