@@ -8,45 +8,26 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from embodied_rl.cli_ends import interruptible, refuse
+from embodied_rl.cli_evaluate import evaluate
 from embodied_rl.cli_serve import add_serve_commands
 
 if TYPE_CHECKING:
     from embodied_rl.config import Config, Section
     from embodied_rl.faults import Fault
 
-_LIBERO = "On LIBERO's suites"
-_LANGUAGE = "Of language models"
-_OF_EVALUATION = {  # parameters of `eval` beside the policy
-    "a run": {"episodes", "seed", "videos", "stochastic"},
-    "a suite": {
-        "suite",
-        "protocol",
-        "trials",
-        "tasks",
-        "envs",
-        "seed",
-        "videos",
-        "stochastic",
-        "out",
-        "resume",
-        "wandb",
-    },
-    "a benchmark": {"benchmark", "samples", "temperature", "out"},
-}
 app = typer.Typer(
     help="Train robot policies in simulators, and language models, by reinforcement learning.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-add_serve_commands(app)
 
 
 def main() -> None:
@@ -77,7 +58,7 @@ def train(
 
     For example: embodied-rl train cartpole_ppo env.num_envs=16 algorithm.lr=1e-3
     """
-    with _interruptible():
+    with interruptible():
         from embodied_rl.demonstration_faults import unused_demonstrations
         from embodied_rl.kinds import kind_of
 
@@ -110,7 +91,7 @@ def sft(
     The run directory holds `pretrained`, from which reinforcement can start. For example:
     embodied-rl sft maniskill_openvla_tiny_sft --data demos/pushcube
     """
-    with _interruptible():
+    with interruptible():
         from embodied_rl.demonstration_faults import demonstration_faults
 
         words = [*words, *([f"sft.data={data}"] if data else [])]
@@ -122,140 +103,7 @@ def sft(
         raise typer.Exit(start(config, run_dir, resume=resume, command=command, start=FineTuning.start))
 
 
-@app.command("eval")
-def evaluate(
-    context: typer.Context,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RUN|CHECKPOINT|POLICY|RECIPE",
-            help="A run directory (its best checkpoint is taken) or a checkpoint directory, then keys that say where "
-            "its envs are now, such as env.server=tcp://robot:5005. With --suite: a run or checkpoint directory of "
-            "OpenVLA, a preset such as openvla-tiny, expert or random. With --benchmark: a recipe or a run directory, "
-            "then keys to override.",
-            show_default=False,
-        ),
-    ] = None,
-    episodes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Default: the run's evaluation.final_episodes.", show_default=False),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="Seed of the initial states; default: the run's.", show_default=False),
-    ] = None,
-    videos: Annotated[
-        int | None, typer.Option(min=0, help="Default: the run's evaluation.videos.", show_default=False)
-    ] = None,
-    stochastic: Annotated[
-        bool | None,
-        typer.Option(
-            "--stochastic/--deterministic",
-            help="Sample actions, or take the likeliest; default: as the run's evaluation.deterministic, or the "
-            "protocol of --suite, has it.",
-            show_default=False,
-        ),
-    ] = None,
-    suite: Annotated[
-        str | None,
-        typer.Option(metavar="SUITE[,SUITE]", help="LIBERO suites to evaluate on, or all.", rich_help_panel=_LIBERO),
-    ] = None,
-    named_policy: Annotated[
-        str | None,
-        typer.Option("--policy", help="The policy, in place of the argument.", rich_help_panel=_LIBERO),
-    ] = None,
-    protocol: Annotated[
-        str,
-        typer.Option(help="openvla, openvla-oft, simplevla, rlinf or lerobot.", rich_help_panel=_LIBERO),
-    ] = "openvla-oft",
-    trials: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of each task; default: the protocol's.", rich_help_panel=_LIBERO, show_default=False),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(metavar="0,3", help="Numbers; default: all.", rich_help_panel=_LIBERO, show_default=False),
-    ] = None,
-    envs: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Env processes; default: one for each core.", rich_help_panel=_LIBERO, show_default=False
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory of the result of --suite or --benchmark; default: one in evaluations.", show_default=False
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the evaluation in that directory.", rich_help_panel=_LIBERO)
-    ] = False,
-    wandb: Annotated[str, typer.Option(help="auto, online, offline or disabled.", rich_help_panel=_LIBERO)] = "auto",
-    benchmark: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Problems: .jsonl, .parquet or a generated set.", rich_help_panel=_LANGUAGE),
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Completions of each problem.", rich_help_panel=_LANGUAGE)] = 1,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="Of several samples; a single one is greedy.", rich_help_panel=_LANGUAGE)
-    ] = 1.0,
-) -> None:
-    """Measure the success rate of a policy: of a run, in its env, or on LIBERO's suites under a published protocol; or
-    the accuracy of a language model on a benchmark.
-
-    For example: embodied-rl eval openvla-tiny --suite libero_spatial --tasks 0,3 --trials 10
-    """
-    with _interruptible():
-        from embodied_rl.faults import Fault
-        from embodied_rl.kinds import kind_of
-        from embodied_rl.preflight import environment_faults
-        from embodied_rl.runs import checkpoint_at, moved
-
-        chosen, *rest = words or [named_policy or ""]
-        if not chosen:
-            fault = Fault("policy", None, "no policy was named", "name a run, a checkpoint, a recipe, expert or random")
-            _refuse([fault], "the evaluation")
-        kind = None if suite else kind_of(chosen)
-        if kind is not None and benchmark is None:
-            _refuse(
-                [Fault("--benchmark", None, "a language model is evaluated on one", "name a file")], "the evaluation"
-            )
-        if kind is None and suite is None and benchmark is not None:
-            problem = "only language models are evaluated on a benchmark"
-            _refuse([Fault("policy", chosen, problem, "see `embodied-rl recipes`")], "the evaluation")
-        if faults := _useless(context, "a suite" if suite else "a benchmark" if kind else "a run"):
-            _refuse(faults, "the evaluation")
-        if kind is not None and benchmark is not None:
-            raise typer.Exit(kind.evaluate([chosen, *rest], benchmark, samples, temperature, out))
-        if suite is not None and rest:
-            problem = "a suite is evaluated without overrides"
-            _refuse([Fault("command line", word, problem, "leave it out") for word in rest], "the evaluation")
-        if suite is not None:
-            from embodied_rl.evaluate_suite import evaluate_from_options
-
-            options = {"protocol": protocol, "trials": trials, "tasks": tasks, "envs": envs, "seed": seed}
-            options |= {"videos": videos, "stochastic": stochastic, "resume": resume, "wandb": wandb}
-            command = shlex.join(["embodied-rl", *sys.argv[1:], *([] if resume else ["--resume"])])
-            raise typer.Exit(evaluate_from_options(chosen, suite, out, command, options))
-        checkpoint, config, faults = checkpoint_at(Path(chosen))
-        config, moving_faults = moved(config, rest)
-        if faults := [*faults, *moving_faults] or environment_faults(config, dry_run=False):
-            _refuse(faults, "the evaluation")
-        from embodied_rl.evaluate import evaluate_checkpoint
-
-        parent = checkpoint.absolute().parent
-        raise typer.Exit(
-            evaluate_checkpoint(
-                checkpoint,
-                config=config,
-                run_dir=parent.parent if parent.name == "checkpoints" else None,
-                episodes=config.evaluation.final_episodes if episodes is None else episodes,
-                seed=seed,
-                videos=config.evaluation.videos if videos is None else videos,
-                deterministic=config.evaluation.deterministic if stochastic is None else not stochastic,
-            )
-        )
+app.command("eval")(evaluate)
 
 
 @app.command()
@@ -281,7 +129,7 @@ def plan(
 
     From times that runs of the recipe have measured. For example: embodied-rl plan cartpole_ppo --compare
     """
-    with _interruptible():
+    with interruptible():
         from embodied_rl.consistency import consistency_faults
         from embodied_rl.faults import Fault, defaulted_keys
         from embodied_rl.kinds import kind_of
@@ -294,22 +142,22 @@ def plan(
         recipe = words.pop(0) if words and _is_recipe(words[0]) else DEFAULT_RECIPE
         if kind_of(recipe):
             hint = f"for its own plan: embodied-rl train {recipe} --dry-run"
-            _refuse([Fault("recipe", recipe, "`plan` takes the recipes of envs", hint)], "planning")
+            refuse([Fault("recipe", recipe, "`plan` takes the recipes of envs", hint)], "planning")
         config, faults = load_recipe(recipe, words)
         if faults := [*faults, *consistency_faults(config, defaulted_keys(faults))]:
-            _refuse(faults, "planning")
+            refuse(faults, "planning")
         try:
             devices = parse_cluster(cluster) if cluster else None
         except ValueError as error:
-            _refuse([Fault("--cluster", cluster, str(error))], "planning")
+            refuse([Fault("--cluster", cluster, str(error))], "planning")
         try:
             known = find_profile(config, profile)
         except ProfileError as error:
-            _refuse([Fault("profile", None, str(error), how_to_measure(recipe))], "planning")
+            refuse([Fault("profile", None, str(error), how_to_measure(recipe))], "planning")
         try:
             print_plan(config, known, devices, compare, svg)
         except PlanError as error:
-            _refuse([Fault("plan", None, str(error))], "planning")
+            refuse([Fault("plan", None, str(error))], "planning")
 
 
 @app.command()
@@ -348,7 +196,7 @@ def collect(
 
     For example: embodied-rl collect PickCube-v1 --episodes 200 --out demos/pickcube --noise 0.1
     """
-    with _interruptible():
+    with interruptible():
         from embodied_rl.collect import collect as start
         from embodied_rl.collect import collect_faults, dataset_settings, recipe_for
         from embodied_rl.demonstrations import DatasetError, DemonstrationWriter
@@ -363,11 +211,11 @@ def collect(
         faults += environment_faults(config, False, defaulted_keys(faults))
         faults = faults or collect_faults(config, out, resume)
         if faults:
-            _refuse(faults, "the collection")
+            refuse(faults, "the collection")
         try:
             writer = DemonstrationWriter(out, dataset_settings(config, "jpeg" if jpeg else "png", keep_failures))
         except (DatasetError, OSError) as error:
-            _refuse([Fault("--out", str(out), str(error))], "the collection")
+            refuse([Fault("--out", str(out), str(error))], "the collection")
         command = shlex.join(["embodied-rl", *sys.argv[1:], *([] if resume else ["--resume"])])
         raise typer.Exit(start(config, config.sft.episodes, writer, command))
 
@@ -378,25 +226,25 @@ def report(
     curve: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw the learning curve.")] = None,
 ) -> None:
     """Write report.html of a run."""
-    with _interruptible():
+    with interruptible():
         from embodied_rl.report import write_curve, write_report
         from embodied_rl.runs import not_a_run
 
         if not (run / "metrics.jsonl").is_file():
-            _refuse([not_a_run(run, "has no metrics.jsonl")], "the report")
+            refuse([not_a_run(run, "has no metrics.jsonl")], "the report")
         try:
             typer.echo(write_report(run))
             if curve is not None:
                 write_curve([run], curve)
                 typer.echo(curve)
         except ValueError as error:
-            _refuse([not_a_run(run, str(error))], "the report")
+            refuse([not_a_run(run, str(error))], "the report")
 
 
 @app.command()
 def doctor() -> None:
     """Check this machine: simulators, rendering, devices; with the command that repairs each."""
-    with _interruptible():
+    with interruptible():
         from embodied_rl.doctor import print_report
 
         raise typer.Exit(print_report())
@@ -440,7 +288,7 @@ def keys(
     chosen = [key for key in all_keys(model).values() if key.name.startswith(start)]
     if not chosen:
         near = nearest_keys(start, model)
-        _refuse([Fault("key", start, "no such key", f"nearest key: {any_of(near)}" if near else "")], "the list")
+        refuse([Fault("key", start, "no such key", f"nearest key: {any_of(near)}" if near else "")], "the list")
     console = Console(soft_wrap=True, highlight=False)
     for key in chosen:
         console.print(Text.assemble((key.name, "bold"), f" = {show(key.default)}", (f"  {key.expected}", "dim")))
@@ -448,16 +296,10 @@ def keys(
             console.print(Text(f"    {key.description}"))
 
 
+add_serve_commands(app)
+
+
 # --- helpers ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(130) from None
 
 
 def _prepared(
@@ -480,7 +322,7 @@ def _prepared(
     needed = [fault for fault in faults if dry_run and fault.obtainable]
     faults = [fault for fault in faults if fault not in needed]
     if faults := faults or more_faults(config):
-        _refuse([*faults, *needed], action)
+        refuse([*faults, *needed], action)
     if dry_run:
         from embodied_rl.dry_run import print_dry_run
 
@@ -491,29 +333,3 @@ def _prepared(
 
 def _is_recipe(word: str) -> bool:
     return "=" not in word or Path(word).exists()
-
-
-def _useless(context: typer.Context, what: str) -> list[Fault]:
-    """Options that were given and that an evaluation of a run, a suite or a benchmark has no use for."""
-    from embodied_rl.faults import Fault
-
-    given = [one for one in context.command.params if _is_given(context, one.name or "")]
-    return [
-        Fault(
-            "/".join([*one.opts, *one.secondary_opts]), context.params[one.name or ""], f"not of {what}", "leave it out"
-        )
-        for one in given
-        if one.name not in {"words", "named_policy", *_OF_EVALUATION[what]}
-    ]
-
-
-def _is_given(context: typer.Context, parameter: str) -> bool:
-    source = context.get_parameter_source(parameter)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _refuse(faults: Sequence[Fault], action: str) -> NoReturn:
-    from embodied_rl.faults import print_faults
-
-    print_faults(faults, action)
-    raise typer.Exit(2)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from embodied_rl.cli_ends import refuse
+
 
 def add_serve_commands(app: typer.Typer) -> None:
     app.command("serve-env", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve_env)
@@ -38,13 +40,11 @@ def serve_env(
     Further options, such as --processes or --metrics-port, are those of `python -m envs.server --help`.
     For example: embodied-rl serve-env libero_spatial --bind tcp://127.0.0.1:5005 --venv ../libero-venv
     """
-    from embodied_rl.faults import print_faults
     from embodied_rl.serve_env import serve, served_env
 
     kind, env_id, faults = served_env(env, venv)
     if faults:
-        print_faults(faults, "the server")
-        raise typer.Exit(2)
+        refuse(faults, "the server")
     token = [f"--token-file={token_file}"] if token_file else []
     raise typer.Exit(serve([kind, env_id, f"--bind={bind}", *token, *context.args], venv))
 
@@ -68,7 +68,7 @@ def serve_policy(
     """
     import asyncio
 
-    from embodied_rl.faults import Fault, print_faults
+    from embodied_rl.faults import Fault
     from embodied_rl.kinds import kind_of
     from embodied_rl.policy_server import ServedPolicy, run_policy_server
     from embodied_rl.runs import checkpoint_at
@@ -80,8 +80,7 @@ def serve_policy(
     else:
         checkpoint, _, faults = checkpoint_at(run)
     if faults:
-        print_faults(faults, "the server")
-        raise typer.Exit(2)
+        refuse(faults, "the server")
     host, _, port = bind.rpartition(":")
     try:
         token = read_token(str(token_file)) if token_file else None
