@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +69,18 @@ def parameters(run: Path, step: int = 6) -> bytes:
     return (run / "checkpoints" / f"step_{step:06d}" / "policy.safetensors").read_bytes()
 
 
-def wait_for_lines(run: Path, count: int, process: subprocess.Popen) -> None:
-    """Wait until the run has logged `count` iterations."""
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 90
-    metrics = run / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
+    while not condition():
         assert process.poll() is None, finish(process)
         assert time.monotonic() < deadline, "the run makes no progress"
         time.sleep(0.02)
+
+
+def wait_for_lines(run: Path, count: int, process: subprocess.Popen) -> None:
+    """Wait until the run has logged `count` iterations."""
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= count, process)
 
 
 def pid_of(run: Path, worker: str) -> int:
@@ -196,15 +202,17 @@ def test_settings_that_need_a_success_test_are_refused_for_an_env_without_one(tm
 
 
 def test_a_killed_env_process_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
-    process = start(tmp_path, "train.iterations=30", "placement=actor, rollout, env: all")  # no plan moves the envs
+    process = start(tmp_path, "train.iterations=5000", "placement=actor, rollout, env: all")  # no plan moves the envs
     run = tmp_path / "cartpole_ppo"
     wait_for_lines(run, 2, process)
     os.kill(pid_of(run, "env[0].p1"), signal.SIGKILL)
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: re.search(r'"env/replaced_processes": 1\b', metrics.read_text()) is not None, process)
+    wait_for_lines(run, len(metrics.read_text().splitlines()) + 2, process)
+    process.send_signal(signal.SIGINT)
     output = finish(process)
-    assert process.returncode == 0, output
     assert "replaced 1 env process so far; 2 lost episodes were restarted" in output
     assert lines(run)[-1]["env/replaced_processes"] == 1
-    assert len(lines(run)) == 30
     assert "was killed by SIGKILL" in (run / "log.txt").read_text()
 
 
