@@ -9,16 +9,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-import unicodedata
 from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from reasoning.extraction import (
-    DELIMITER,
-    FUNCTIONS,
     MOST_CHARACTERS,
-    POWERS,
     TEXT,
     bare,
     is_prose,
@@ -27,13 +24,15 @@ from reasoning.extraction import (
     value_of,
     word_of,
 )
+from reasoning.notation import IS_NUMBER, NUMBER, latex, plain, squeezed
+from reasoning.units import measured
 
 MOST_BYTES = 2 << 30  # of address space that one process may use
 CLEAR_EVERY = 100  # requests between two clearings of SymPy's caches
 CLOSE = 1e-5  # relative distance of numbers that are equal but for rounding
-_NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?"
-_IS_NUMBER = re.compile(rf"(?=[-+]?\.?\d)[-+]?{_NUMBER}")
-_THIN_SPACE = re.compile(r"(?<=\d)\\[,!; ](?=\d{3}(?!\d))")  # 10\,000
+_FRACTION = re.compile(rf"\(?([-+]?(?=\.?\d){NUMBER}(?:[eE][-+]?\d{{1,2}})?)(?:/(\d+))?\)?")
+_HAS_LETTERS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
+_NAMED = re.compile(r"^\s*[A-Za-z]\s*=")
 _UNIT = re.compile(
     r"(?<=[\w)}\]])(?:\\[,;:! ]|[\s~])*\\(?:text|textrm|mbox|mathrm)\s*\{"
     r"(?!\s*(?:percent|hundred|thousand|million|billion)\b)[^{}]*[A-Za-z][^{}]*\}(?:\s*\^\s*\{?\d\}?)?\s*$"
@@ -41,21 +40,14 @@ _UNIT = re.compile(
 _OPEN = re.compile(  # a relation, or a sum or a list, of which a side or an end is not said
     r"^[\s$]*(?:[<>≤≥≠]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z]))|[-+*/=][\s$]*$|\\[lcv]?dots|…|\.\.\."
 )
+_PLUS_OR_MINUS = re.compile(r"\\(pm|mp)(?![a-z])")
 _IN_BASE = re.compile(r"([-+]?[0-9A-Z]+)_\{?(\d+)\}?")
-_MIXED = re.compile(r"(?<![\w.,/^{}])(\d+)\s+(\d+)/(\d+)(?![\w.,/^])")
-_POWER_OF_TEN = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
-_SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
-_REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\overline\{(\d{1,30})\}")
-_PERCENT = re.compile(rf"(?<![\w./^}}])(?=\.?\d)({_NUMBER})\s*(?:\\?%|percent\b)")
-_SIGNS = str.maketrans(
-    {"−": "-", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≤": r"\le ", "≥": r"\ge "}
-)
 _NOTHING = {"", "?", "-", "n/a", "nan", "none", "null", "dne"}
 
 
 def is_answer(gold: str) -> bool:
     """Whether a reference answer is mathematics, a number and its unit, a word or a choice, and not prose."""
-    if gold.strip().lower() in _NOTHING or len(gold) > MOST_CHARACTERS:
+    if gold.strip().lower() in _NOTHING or len(gold) > MOST_CHARACTERS or not re.search(r"[^\W_]|\\|[∞∅]", gold):
         return False
     return not is_prose(gold) or word_of(gold) is not None or quantity(gold) is not None
 
@@ -65,23 +57,41 @@ def plain_verdict(prediction: str, gold: str) -> bool | None:
     word = word_of(gold)
     if word is not None:
         return bare(prediction).casefold() == word.casefold()
-    if len({unit.lower()[:3] for text in (prediction, gold) if (unit := unit_of(text))}) > 1:
+    values = without_units(prediction, gold)
+    if values is None:
         return False
     if sum(bool(_OPEN.search(text)) for text in (prediction, gold)) == 1:
         return False
-    numbers = [_plain(value_of(text)) for text in (prediction, gold)]
+    numbers = [plain(text) for text in values]
     if all(in_base := [_IN_BASE.fullmatch(number) for number in numbers]):
         return len({(found[1].lstrip("+"), found[2]) for found in in_base if found}) == 1
-    if not all(_IS_NUMBER.fullmatch(number) for number in numbers):
-        return True if _squeezed(prediction) == _squeezed(gold) else None
+    if not all(IS_NUMBER.fullmatch(number) for number in numbers):
+        return True if squeezed(prediction) == squeezed(gold) else None
     ours, theirs = (Decimal(number.replace(",", "")) for number in numbers)
     return ours == theirs
 
 
+def without_units(prediction: str, gold: str) -> tuple[str, str] | None:
+    """Both answers without their units; None if these are two different ones. One that has none may have any."""
+    ours, theirs = unit_of(prediction), unit_of(gold)
+    if not (ours <= theirs or theirs <= ours) and ours and theirs:
+        return None
+    spaced = [TEXT.sub(r" \1 ", text) for text in (prediction, gold)]
+    found = [measured(text) for text in spaced]
+    is_number = [not _HAS_LETTERS.search(_NAMED.sub("", text)) for text in spaced]
+    return (
+        found[0][0] if found[0] and (found[1] or is_number[1]) else value_of(prediction),
+        found[1][0] if found[1] and (found[0] or is_number[0]) else value_of(gold),
+    )
+
+
 def normal_form(answer: str) -> str:
     """A text that answers have in common that are written almost alike, as "x = 5.0" and "5"."""
-    text = re.sub(r"^[A-Za-z]=", "", _squeezed(value_of(answer)))
-    return str(Decimal(text.replace(",", "")).normalize()) if _IS_NUMBER.fullmatch(text) else text
+    text = re.sub(r"^[A-Za-z]=", "", squeezed(value_of(answer)))
+    if fraction := _FRACTION.fullmatch(text):
+        above, below = (Fraction(part.replace(",", "")) for part in (fraction[1], fraction[2] or "1"))
+        return str(above / below) if below else text
+    return text
 
 
 def verdict(prediction: str, gold: str) -> bool | None:
@@ -97,43 +107,43 @@ def verdict(prediction: str, gold: str) -> bool | None:
     return _equal(theirs, ours) or (not _is_ordered(theirs, ours) and _equal(ours, theirs))
 
 
-def _plain(text: str) -> str:
-    text = re.sub(r"\\?\$|[€£]", "", TEXT.sub(r"\1", text)).translate(_SIGNS)
-    text = re.sub(r"(?<![\w)])–(?=[\d.])", "-", text)
-    text = re.sub(r"[⁰¹²³⁴-⁹]+", lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
-    text = re.sub(r"(?<=\d)(?=[¼-¾⅓-⅞])", " ", text)
-    text = re.sub(r"[¼-¾⅓-⅞]", lambda found: unicodedata.normalize("NFKC", found[0]).replace("⁄", "/"), text)
-    text = DELIMITER.sub("", _THIN_SPACE.sub("", text)).strip()
-    return text.replace(" ", "") if _SPACED.fullmatch(text) else text
-
-
-def _squeezed(text: str) -> str:
-    text = re.sub(r"\s+|\\left|\\right|\\[,;:! ]", "", _plain(text))
-    return re.sub(r"\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))", r"(\1\2/\3\4)", text)
-
-
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Any:
+    import sympy
+
+    text = latex(text)
+    found = _parse_latex(text)
+    if found is None and _PLUS_OR_MINUS.search(text):
+        text = re.sub(r"^\s*[A-Za-z]\s*=", "", text)
+        found = _parse_latex(", ".join(_signed(text, upper) for upper in (True, False)))
+    if isinstance(found, sympy.Equality) and found.lhs.is_number and found.rhs.is_Symbol:
+        return sympy.Eq(found.rhs, found.lhs, evaluate=False)
+    for word, combined in (("or", sympy.Union), ("and", sympy.Intersection)):
+        if len(parts := re.split(rf"(?<![\\a-z]){word}(?![a-z])", text)) > 1:
+            bounds = [_parse_latex(part) for part in parts]
+            if all(map(_is_inequality, bounds)) and len(set.union(*(bound.free_symbols for bound in bounds))) == 1:
+                return combined(*(bound.as_set() for bound in bounds))
+    return found
+
+
+def _parse_latex(text: str) -> Any:
     from math_verify import parse
 
-    text = re.sub(rf"(?<![\\A-Za-z])({FUNCTIONS})(?![A-Za-z])", r"\\\1", _plain(text))
-    text = re.sub(r"(?<![\\A-Za-z])exp\s*\(([^()]*)\)", r"e^{\1}", text)
-    text = re.sub(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
-    text = re.sub(rf"(?<=\d)\s*({'|'.join(POWERS)})\b", lambda found: rf" \times 10^{POWERS[found[1]]}", text)
-    text = _REPEATING.sub(_fraction, text)
-    text = _MIXED.sub(r"(\1+\2/\3)", _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text))
-    text = re.sub(r"√\s*(\d+|[a-z]|\([^()]*\))", r"\\sqrt{\1}", text)
-    text = _PERCENT.sub(r"(\1/100)", text)
-    text = re.sub(r"([^=]+?)\s*(?:\\?%|percent)\s*$", r"\\frac{\1}{100}", text)
     found = parse(f"${text}$", parsing_timeout=None, fallback_mode="no_fallback")
     return found[0] if found else None
 
 
-def _fraction(repeating: re.Match[str]) -> str:
-    """Of 0.1\\overline{6}: 15/90."""
-    whole, before, period = repeating.groups()
-    value = int(whole + before + period) - int(whole + before or 0)
-    return f"({value}/{10 ** len(before) * (10 ** len(period) - 1)})"
+def _signed(text: str, upper: bool) -> str:
+    """With the upper or the lower of the signs that `\\pm` and `\\mp` have."""
+    return _PLUS_OR_MINUS.sub(lambda sign: "+" if (sign[1] == "pm") == upper else "-", text)
+
+
+def _is_inequality(side: Any) -> bool:
+    """Whether it is one relation, and no equation, of one variable."""
+    import sympy
+
+    is_relation = isinstance(side, sympy.core.relational.Relational) and not isinstance(side, sympy.Equality)
+    return is_relation and len(side.free_symbols) == 1
 
 
 def _is_ordered(gold: Any, prediction: Any) -> bool:
@@ -147,7 +157,29 @@ def _equal(gold: Any, prediction: Any) -> bool:
     from math_verify import verify
 
     is_equal = verify(gold, prediction, timeout_seconds=None) and not _are_apart(gold, prediction)
-    return is_equal or _equal_for_positive(gold, prediction)
+    return is_equal or _equal_for_positive(gold, prediction) or _equal_relations(gold, prediction)
+
+
+def _equal_relations(gold: Any, prediction: Any) -> bool:
+    """Whether two equations of several variables are multiples of each other, or the same bounds said in two orders."""
+    import sympy
+
+    if all(isinstance(side, sympy.And) for side in (gold, prediction)):
+        return {one.canonical for one in gold.args} == {one.canonical for one in prediction.args}
+    if not all(isinstance(side, sympy.Equality) and _is_of_numbers(side) for side in (gold, prediction)):
+        return False
+    ours, theirs = (side.lhs - side.rhs for side in (gold, prediction))
+    if ours.free_symbols != theirs.free_symbols or len(ours.free_symbols) < 2:
+        return False
+    factor = sympy.simplify(ours / theirs)
+    return bool(factor.is_number and factor.is_finite and factor != 0)
+
+
+def _is_of_numbers(equation: Any) -> bool:
+    """Whether its sides are expressions, and not sets or tuples."""
+    import sympy
+
+    return all(isinstance(side, sympy.Expr) for side in equation.args)
 
 
 def _are_apart(gold: Any, prediction: Any) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from reasoning.units import UNIT, measured, name_of
+
 MOST_CHARACTERS = 1000  # of an answer; a longer one is none
 _CUE = re.compile(
     r"(?i)####|(?<!/)\b(?:answer|(?:correct|right|best|final)\s+(?:option|choice))(?:\s+(?:option|choice))?[ \t]*"
@@ -38,11 +40,16 @@ _IN_MATHS = (  # letters that are no words: commands, functions, products of var
 )
 _WORD = re.compile(rf"(?i)(?=[\\\w])({_IN_MATHS})|([^\W\d_]{{2,}})(?:\^\{{?-?\d\}}?)?")
 _SHORT_WORDS = {"is", "it", "so", "we", "he"}
+_SAID_AGAIN = re.compile(  # 3/8 (or 0.375), $\frac{3}{8}$ (37.5\%), 3 (three)
+    r"(\$[^$]+\$)\s+\([^()]*\)"
+    r"|(\S*[\d}])\s+\((?:(?:or|i\.?e\.?|about|approximately|=|≈|\\approx)[\s,\d\\][^()]*|[a-z][a-z -]{2,})\)"
+)
 _BREAK = re.compile(  # in a sentence: an article, a unit of one letter, the end of a sentence
     r"\b[aAI]\s+(?=\d|[a-z]{2})|['’][a-z]{1,2}\b|[.;:?!](?=\s|$)|\*\*(?=\s|$)|(?<!\S)\*\*"
     r"|(?<=\d)\s?[mgshlL](?:/[smh])?(?:\^\{?\d\}?)?(?![\w(+*/=^])"
 )
 _LEFT_EDGE, _RIGHT_EDGE = " \t,;:=$*\"'`>|", " \t,;:=$*\"'`<|.!?+-–—/\\"
+_UNIT = re.compile(UNIT)
 _UNITS = re.compile(r"(?!.*\b(?:or|not|to|more|less)\b)[^\W\d_]+(?:\.?[\s/]+[^\W\d_]+){0,2}(?:\^\{?-?\d\}?)?")
 _CHOICE = re.compile(
     r"(?:(?i:option|choice)\s+)?"
@@ -67,14 +74,18 @@ def answer_of(completion: str, gold: str = "") -> str | None:
     completion = _NEGATIVE.sub("-", completion[-20 * MOST_CHARACTERS :])
     _, _, said = completion.rpartition("</think>")
     completion = said if said.strip() else completion
+    if "<think>" in said:  # it ended before an answer was given
+        return None
     found = _marked_answer(completion, gold)
     if found is None and (bold := list(_BOLD.finditer(completion))) and not _expressions(completion[bold[-1].end() :]):
         found = _answer_in(bold[-1][1], gold, quantity)
     if found is None:
         found = _chosen(completion) if _is_choice(gold) else _answer_in(completion, gold, _last_expression)
-    if found and unit_of(gold) and (units := re.findall(rf"{re.escape(found)}\s*([^\W\d_]{{2,}})", completion)):
-        found += f" {units[-1]}"
-    return found if found and len(found) <= MOST_CHARACTERS else None
+    if not found or len(found) > MOST_CHARACTERS:
+        return None
+    if found.endswith("!") and bare(found) == bare(gold):  # it is said loudly, and no factorial
+        return bare(found)
+    return _with_unit(found, completion) if unit_of(gold) else found
 
 
 def boxed(text: str) -> str | None:
@@ -105,7 +116,7 @@ def _marked_answer(text: str, gold: str) -> str | None:
     for start, _, inside in boxes:
         if inside and _CUE.search(inside):
             inside = _CUE.split(TEXT.sub(r"\1", inside))[-1]
-        marks.append((start, inside, lambda text: quantity(text) or text))
+        marks.append((start, inside, str))
     cues = [cue for cue in _CUE.finditer(text) if not any(start < cue.start() < end for start, end, _ in boxes)]
     for cue, end in zip(cues, [*(cue.start() for cue in cues[1:]), len(text)], strict=False):
         if said := _CUED.match(text, cue.end(), end):
@@ -126,6 +137,8 @@ def _answer_in(text: str, gold: str, choose: Choose) -> str | None:
     if _is_choice(gold) and (choice := _CHOICE.match(_bare_start(text))):
         return choice[1] or choice[2]
     text = text.strip().rstrip(".").strip("*` \n")
+    if said_again := _SAID_AGAIN.fullmatch(text):
+        text = said_again[1] or said_again[2]
     if word_of(gold) is not None:
         return re.split(r"(?i)\b(?:is|are|was|were)\b", text)[-1].strip() or None
     return choose(text) if is_prose(text) else text or None
@@ -220,10 +233,21 @@ def word_of(gold: str) -> str | None:
     return text if is_text or is_word or _is_choice(gold) else None
 
 
-def unit_of(answer: str) -> str | None:
-    """The first word of the unit, as in "5 meters"."""
-    words = re.findall(r"[^\W\d_]{2,}", answer.removeprefix(value_of(answer)))
-    return words[0] if words else None
+def unit_of(answer: str) -> frozenset[str]:
+    """The unit of an answer by its name, as in "5 meters", and the beginnings of other words, as in "5 red apples"."""
+    answer = TEXT.sub(r" \1 ", answer).strip()
+    if found := measured(answer):
+        return frozenset({found[1]} - {""})
+    words = answer.removeprefix(value_of(answer)).strip()
+    unit = _UNIT.match(words)
+    named = {name_of(unit[0])} if unit else set()
+    return frozenset(named | {word.lower()[:3] for word in re.findall(r"[^\W\d_]{2,}", _UNIT.sub("", words, count=1))})
+
+
+def _with_unit(found: str, completion: str) -> str:
+    """An answer with the unit of measurement that follows it where it stands last."""
+    places = list(re.finditer(rf"(?<![\d.,]){re.escape(found)}(?!\d)\s*({UNIT})?", TEXT.sub(r" \1 ", completion)))
+    return f"{found} {places[-1][1]}" if places and places[-1][1] else found
 
 
 def _is_choice(gold: str) -> bool:

@@ -19,8 +19,8 @@ from types import TracebackType
 
 import psutil
 
-from reasoning.answers import is_answer, plain_verdict
-from reasoning.extraction import answer_of, value_of
+from reasoning.answers import is_answer, plain_verdict, without_units
+from reasoning.extraction import answer_of
 
 START_S = 600.0  # of wall time: the imports of many processes that start at once on a busy machine
 WALL_FACTOR = 30.0  # a process that waits instead of computing is killed after so many times the bound
@@ -90,7 +90,8 @@ class Verifier:
             return False
         if (plain := plain_verdict(given, gold)) is not None:
             return plain
-        pair = value_of(given), value_of(gold)
+        if (pair := without_units(given, gold)) is None:
+            return False
         verdicts[pair] = None
         return pair
 

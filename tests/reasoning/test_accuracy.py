@@ -48,6 +48,10 @@ def test_the_majority_counts_right_answers_together_and_no_answer_not_at_all() -
 def test_wrong_answers_that_are_written_almost_alike_are_counted_together() -> None:
     assert not majority(judged(["4", "4", "5", "5.0", "x=5"]), 5)
     assert not majority(judged(["4", "4", r"\dfrac{1}{2}", r"\frac12", r"\frac{1}{2}"]), 5)
+    assert not majority(judged(["4", "1/2", "0.5"]), 3)
+    assert not majority(judged(["4", "1e3", "1,000"]), 3)
+    assert not majority(judged(["4", "0", "-0"]), 3)
+    assert majority(judged(["4", "1/0", "2/0", "4"]), 4)
 
 
 def test_estimates_of_several_completions() -> None:
