@@ -21,6 +21,7 @@ from embodied_rl.policy_faults import policy_faults
 from embodied_rl.run_faults import run_faults
 from envs.base import EnvError
 from envs.catalog import download_command, gymnasium_envs, maniskill_envs, missing_assets
+from envs.handle import finds
 from envs.put_on_plate.assets import is_bridge, lacking
 from envs.put_on_plate.scenes import HORIZON, SCENES
 from scheduler.placement import parse_placement
@@ -40,8 +41,7 @@ def preflight(
     faults = environment_faults(config, dry_run, defaulted)
     if not any(key.startswith("policy.") for key in defaulted):
         faults += policy_faults(config)
-    command = "train" if config.sft.data is None else "sft"
-    faults += run_faults(config, run_dir, resume, defaulted, MAY_CHANGE, command, partial(_rank_faults, config))
+    faults += run_faults(config, run_dir, resume, defaulted, MAY_CHANGE, partial(_rank_faults, config))
     return faults
 
 
@@ -104,8 +104,8 @@ def _elsewhere_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str
 
 def _own_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str, ...], Fault]]:
     module = config.env.kind.partition(":")[0]
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        hint = "install what provides it, start where it lies (PYTHONPATH), or name an env.server that has it"
+    if not finds(module):
+        hint = "install what provides it, start where it lies, or name an env.server that has it"
         yield ("env.kind",), Fault("env.kind", config.env.kind, f"no module {module}", hint)
 
 
@@ -165,9 +165,9 @@ def _bridge_faults(config: Config) -> Iterator[tuple[tuple[str, ...], Fault]]:
 
 def _missing_module(module: str, value: str) -> Fault | None:
     """An env id MODULE:ID whose module is not there."""
-    if not module or importlib.util.find_spec(module.partition(".")[0]) is not None:
+    if not module or finds(module):
         return None
-    return Fault("env.id", value, f"no module {module}", f"install what provides {module}")
+    return Fault("env.id", value, f"no module {module}", f"install what provides {module}, or start where it lies")
 
 
 def _libero_faults(config: Config, dry_run: bool) -> Iterator[tuple[tuple[str, ...], Fault]]:

@@ -10,7 +10,7 @@ from typing import Any
 from embodied_rl.checkpoint import latest_checkpoint, read_manifest
 from embodied_rl.config import Section
 from embodied_rl.faults import Fault, show
-from embodied_rl.runs import kept, runs_in
+from embodied_rl.runs import kept, resume_command, runs_in
 from embodied_rl.schema import all_keys, flat
 
 # What a resumed run may change: how long, how watched and where it runs, not what is learned from what.
@@ -24,7 +24,6 @@ def run_faults(
     resume: bool,
     defaulted: Collection[str] = (),
     may_change: tuple[str, ...] = (),
-    command: str = "train",
     more: Callable[[dict[str, Any], Path, str], list[Fault]] | None = None,
 ) -> list[Fault]:
     """What keeps a run from beginning in a directory, or from going on there.
@@ -32,7 +31,6 @@ def run_faults(
     Args:
         defaulted: keys that were not understood.
         may_change: keys of this kind of run that a resumed one may change, beside MAY_CHANGE.
-        command: that trains it.
         more: further checks of a resumed run, given the old values by key, the checkpoint and a hint.
     """
     if fault := _unwritable(run_dir):
@@ -48,7 +46,7 @@ def run_faults(
     except AttributeError:
         return [Fault("--resume", str(checkpoint), "the configuration in its manifest.json is damaged", "")]
     new = flat(config.model_dump(mode="json"), type(config))
-    hint = f"to go on as it was: embodied-rl {command} {run_dir} --resume"
+    hint = f"to go on as it was: {resume_command(config, run_dir)}"
     faults = more(old, checkpoint, hint) if more else []
     for key in dict.fromkeys((*new, *old)):
         if key.startswith((*MAY_CHANGE, *may_change)) or key in defaulted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,13 @@ def choose_run_dir(config: Config, recipe_name: str, resume: bool | str) -> tupl
         return (_free(path) if _is_taken(path) else path), []
     family = _family(path)
     return (family[-1] if family else path), []
+
+
+def resume_command(config: Any, run_dir: Path) -> str:
+    """What goes on with this run, and no other, as it was: its directory holds its configuration."""
+    does = "sft" if hasattr(config, "sft") and config.sft.data else "train"
+    place = str(run_dir) if len(run_dir.parts) > 1 else f"./{run_dir}"  # else a recipe may have its name
+    return shlex.join(["embodied-rl", does, place, "--resume"])
 
 
 def runs_in(root: Path) -> list[Path]:

@@ -32,6 +32,7 @@ from embodied_rl.evaluate import (
 from embodied_rl.profiles import known_profile, save_profile
 from embodied_rl.progress import TrainProgress, duration
 from embodied_rl.report import write_report
+from embodied_rl.runs import resume_command
 from embodied_rl.team import Team
 from embodied_rl.tracking import Tracker
 from envs.base import EnvError
@@ -50,7 +51,7 @@ def train(config: Any, run_dir: Path, resume: bool, command: str, start: Start |
     Args:
         run_dir: created here; holds everything the run leaves.
         resume: go on from the newest sound checkpoint in `run_dir`.
-        command: what the user typed, for the report and the advice to resume.
+        command: what the user typed, for the report.
         start: makes the training, which starts its workers; default: reinforcement of a robot policy.
     """
     start = start or Training.start
@@ -86,8 +87,7 @@ def train(config: Any, run_dir: Path, resume: bool, command: str, start: Start |
         resume_step=step if resume else None,
     )
     print(f"run {run_dir}" + (f", resumed after iteration {step}" if checkpoint else ""), flush=True)
-    resume_command = command if "--resume" in command else f"{command} --resume"
-    with tracker, reported(resume_command):
+    with tracker, reported(resume_command(config, run_dir)):
         with Cluster(
             config.cluster.address,
             config.cluster.cpu_slots,

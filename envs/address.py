@@ -7,8 +7,9 @@ import socket
 import sys
 import tempfile
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
+
+from envs.handle import finds
 
 
 def require_safe(bind: str, token: bytes | None) -> None:
@@ -39,7 +40,7 @@ def require_free(bind: str) -> None:
 def require_module(kind: str) -> None:
     """Raises ValueError for a class in a module that is not to be found here; env processes import it."""
     module, colon, _ = kind.partition(":")
-    if colon and not (module and find_spec(module.partition(".")[0])):
+    if colon and not (module and finds(module)):
         raise ValueError(f"no module {module} in {sys.prefix} or {os.getcwd()}; install it, or start where it lies")
 
 

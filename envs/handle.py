@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from collections import deque
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -151,6 +153,12 @@ def describe_end(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
+def finds(module: str) -> bool:
+    """Whether env processes find a module, or the package that it is in."""
+    package = module.partition(".")[0]
+    return find_spec(package) is not None or PathFinder.find_spec(package, [os.getcwd()]) is not None
+
+
 def _search_path() -> str:
-    """Where the process finds modules: where this one does."""
-    return os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))
+    """Where the process finds modules: where this one does, and last in the working directory, for your own env."""
+    return os.pathsep.join(dict.fromkeys([*(entry or os.getcwd() for entry in sys.path), os.getcwd()]))

@@ -30,7 +30,9 @@ def train(words: list[str], resume: bool, dry_run: bool, command: str) -> int:
     run_dir, name_faults = choose_run_dir(config, recipe_name(recipe), resumed)  # type: ignore[arg-type]
     faults += name_faults
     faults += run_faults(config, run_dir, resume, defaulted_keys(faults), MAY_CHANGE)
-    needed = [fault for fault in absences(config) if fault.key not in defaulted_keys(faults)]
+    lacking = [fault for fault in absences(config) if fault.key not in defaulted_keys(faults)]
+    faults += [fault for fault in lacking if not fault.obtainable]
+    needed = [fault for fault in lacking if fault.obtainable]
     if faults or (needed and not dry_run):
         print_faults([*faults, *needed], "training")
         return 2

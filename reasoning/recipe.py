@@ -27,21 +27,25 @@ def load_recipe(recipe: str, overrides: Sequence[str]) -> tuple[MathConfig, list
 
 
 def absences(config: MathConfig) -> list[Fault]:
-    """What a run needs and is not on this machine: files of problems, the model, modules of reward functions."""
+    """What a run needs and is not on this machine, or is there and cannot be used: files of problems, the model,
+    modules of reward functions."""
+    from reasoning.data import DataError, load
     from reasoning.models import absent
     from reasoning.rewards import BUILT_IN, RewardError, import_function
 
-    found = [
-        Fault(
-            f"data.{key}",
-            name,
-            "is a directory" if Path(name).is_dir() else "does not exist",
-            f"generated sets: {', '.join(TASKS)}",
-            obtainable=True,
-        )
-        for key, name in (("train", config.data.train), ("test", config.data.test))
-        if Path(name).suffix in (".jsonl", ".parquet") and not Path(name).is_file()
-    ]
+    found = []
+    for key, name in (("train", config.data.train), ("test", config.data.test)):
+        if Path(name).suffix not in (".jsonl", ".parquet"):
+            continue
+        if not Path(name).is_file():
+            problem = "is a directory" if Path(name).is_dir() else "does not exist"
+            hint = f"generated sets: {', '.join(TASKS)}"
+            found.append(Fault(f"data.{key}", name, problem, hint, obtainable=True))
+            continue
+        try:
+            load(config.data, held_out=key == "test")
+        except DataError as error:
+            found.append(Fault(f"data.{key}", name, str(error), "mend it, or leave it out: data.skip_bad_lines=true"))
     if problem := absent(config.model.path):
         found.append(Fault("model.path", config.model.path, problem, "", obtainable=True))
     for name in config.reward.functions:

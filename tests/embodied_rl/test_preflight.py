@@ -110,6 +110,17 @@ def test_an_env_of_another_package_needs_its_module(run_dir: Path) -> None:
     assert check(config("env.id=gymnasium:Foo-v1"), run_dir) == {}
 
 
+def test_an_env_of_one_s_own_may_lie_in_the_working_directory(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = config("env.kind=own_envs:Reach", "env.id=Reach", recipe="cartpole_ppo")
+    assert "start where it lies" in check(own, run_dir)["env.kind"].hint
+    (tmp_path / "own_envs.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert check(own, run_dir) == {}
+    assert check(config("env.id=own_envs:Foo-v1"), run_dir) == {}
+
+
 def test_images_without_a_vulkan_device_point_to_the_doctor(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VK_DRIVER_FILES", "/nonexistent")
     monkeypatch.setenv("VK_ICD_FILENAMES", "/nonexistent")

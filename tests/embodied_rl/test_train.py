@@ -225,7 +225,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_leaves_no_process(sent: signal
     process.send_signal(sent)
     output = finish(process)
     assert process.returncode == 130, output
-    assert "Resume with: " in output and "Traceback" not in output
+    assert f"Resume with: embodied-rl train {run} --resume\n" in output and "Traceback" not in output
     deadline = time.monotonic() + 20
     while alive := [pid for pid in children if Path(f"/proc/{pid}/cmdline").exists() and command_of(pid)]:
         assert time.monotonic() < deadline, f"left behind: {alive}"
@@ -249,9 +249,11 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_a_resume_command(worker:
     output = finish(process)
     assert process.returncode == 1
     assert f"The run ended because {worker} died" in output
-    assert "Resume with: " in output and "--resume" in output
     reached = lines(run)[-1]["step"]
-    output = finish(start(tmp_path, "--resume", f"train.iterations={reached + 2}"))
+    assert f"Resume with: embodied-rl train {run} --resume\n" in output
+    command = [str(Path(sys.executable).with_name("embodied-rl")), "train", str(run), "--resume"]
+    command.append(f"train.iterations={reached + 2}")
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     assert lines(run)[-1]["step"] == reached + 2, output
 
 

@@ -421,3 +421,11 @@ def test_more_processes_than_envs_is_fine(make_pool: Callable[..., EnvPool]) -> 
     env = make_pool(processes=3).vector_env(TOY, range(2))
     env.reset()
     assert env.chunk_step(actions_for(env, 1)).valid.all()
+
+
+def test_an_env_of_one_s_own_may_lie_in_the_working_directory(
+    make_pool: Callable[..., EnvPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_toy.py").write_text("from toy import Toy as Own")
+    monkeypatch.chdir(tmp_path)
+    assert make_pool(1).vector_env(EnvSettings("own_toy:Own", "Own"), [0]).reset()["state"].shape[0] == 1

@@ -151,6 +151,17 @@ def test_what_is_not_here_is_told_by_a_dry_run_and_keeps_a_run_from_starting(
     assert told in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+def test_a_bad_line_is_told_before_a_run_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "problems.jsonl"
+    data.write_text('{"prompt": "1+1", "answer": "2"}\nnot JSON\n')
+    for is_dry in (True, False):
+        words = ["tiny_addition", f"run_root={tmp_path}/runs", f"data.train={data}"]
+        assert cli.train(words, resume=False, dry_run=is_dry, command="") == 2
+        said = capsys.readouterr().err
+        assert "data.train" in said and "line 2" in said and "data.skip_bad_lines=true" in said
+    assert dry_run(*words, "data.skip_bad_lines=true") == 0 and not (tmp_path / "runs").exists()
+
+
 def test_a_reward_function_may_lie_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
