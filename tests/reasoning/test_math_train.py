@@ -68,10 +68,11 @@ def killed_after(directory: Path, step: int, *options: str) -> None:
     values = overrides({**SMALL, "train.iterations": ITERATIONS, "run_root": directory.parent, "name": directory.name})
     script = Path(sys.executable).with_name("embodied-rl")
     command = [script, "train", "tiny_addition", *values, *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    metrics, deadline = directory / "metrics.jsonl", time.monotonic() + 240
+    said, metrics, deadline = directory.with_suffix(".txt"), directory / "metrics.jsonl", time.monotonic() + 240
+    with said.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step + 1:  # the first line is of iteration 0
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None and time.monotonic() < deadline, said.read_text()
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
