@@ -41,14 +41,14 @@ class Row:
 
 
 def cut(sequences: Sequence[Sample], budget: int, hidden: int) -> list[list[Row]]:
-    """Micro-batches of rows of like length, each of at most `budget` padded tokens (or of one row).
+    """Micro-batches of rows of like length, each of at most `budget` padded tokens (or of one sequence).
 
     Args:
         hidden: width of the network, which decides how much attention costs beside all else.
     """
     batches: list[list[Row]] = []
     tokens = 0  # of the last batch
-    for row in sorted(_rows(sequences, hidden), key=lambda row: row.length):
+    for row in sorted(_rows(sequences, budget, hidden), key=lambda row: row.length):
         padded = row.length * (len(batches[-1]) + 1) if batches else 0
         if not batches or padded > budget or padded - tokens - row.length > PADDING * budget:
             batches.append([])
@@ -58,8 +58,8 @@ def cut(sequences: Sequence[Sample], budget: int, hidden: int) -> list[list[Row]
     return batches
 
 
-def _rows(sequences: Sequence[Sample], hidden: int) -> Iterator[Row]:
-    """Completions share a row while that saves more by their prompt than it costs by attention to each other.
+def _rows(sequences: Sequence[Sample], budget: int, hidden: int) -> Iterator[Row]:
+    """Completions share a row while it keeps to the budget and saves more by their prompt than attention costs.
 
     A row of T tokens costs T (1 + T / 6 hidden): the weights of a layer have 12 hidden^2 elements, and attention over T
     costs as much as 2 T hidden more. By completion that is least where T - prompt = sqrt(prompt (6 hidden + prompt)).
@@ -72,8 +72,12 @@ def _rows(sequences: Sequence[Sample], hidden: int) -> Iterator[Row]:
         room = math.sqrt(prompt * (6 * hidden + prompt))
         row, length = list[int](), 0
         for number in numbers:
+            more = len(sequences[number].completion) - 1
+            if row and prompt + length + more > budget:
+                yield Row(row, prompt + length)
+                row, length = [], 0
             row.append(number)
-            length += len(sequences[number].completion) - 1
+            length += more
             if length >= room:
                 yield Row(row, prompt + length)
                 row, length = [], 0

@@ -45,7 +45,14 @@ def test_cutting_loses_no_sample_and_keeps_to_the_budget(groups: list, budget: i
     batches = cut(samples, budget, hidden)
     assert sorted(n for rows in batches for row in rows for n in row.numbers) == list(range(len(samples)))
     for rows in batches:
-        assert len(rows) == 1 or max(row.length for row in rows) * len(rows) <= budget
+        is_one_sequence = [len(row.numbers) for row in rows] == [1]
+        assert is_one_sequence or max(row.length for row in rows) * len(rows) <= budget
+
+
+@pytest.mark.parametrize(("prompt", "completion", "budget"), [(1000, 401, 1500), (200, 513, 1024)])
+def test_a_row_ends_where_the_next_completion_would_exceed_the_budget(prompt: int, completion: int, budget: int) -> None:
+    batches = cut(flat([([5] * prompt, [[7] * completion] * 6)]), budget, 576)
+    assert batches == [[Row([number], prompt + completion - 1)] for number in range(6)]
 
 
 def test_rows_of_unlike_length_are_not_padded_to_one() -> None:
