@@ -25,6 +25,14 @@ from reasoning.tasks import TASKS, generated
 Messages = list[dict[str, str]]
 
 
+_AIME_ANSWER = re.compile(
+    r"(?P<math>\$\$?)? \s* (?P<box>\\boxed\s*\{)? \s*"
+    r"0* (?P<number>[0-9]{1,3}) (?:\.0*)? \s* (?:\^\s*\\circ | \^\s*\{\s*\\circ\s*\} | °)? \s*"
+    r"(?(box)\}) \s* (?(math)(?P=math)) \.?",
+    re.VERBOSE,
+)
+
+
 class DataError(ValueError):
     """Problems that cannot be read; the message names file and line."""
 
@@ -129,7 +137,7 @@ def _gsm8k(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:
 
 def _math(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:
     """`problem`, and `answer` or the last `\\boxed{}` of `solution`."""
-    if "answer" in row:
+    if row.get("answer") is not None:
         return row["problem"], _text(row, "answer")
     found = boxed(_text(row, "solution"))
     if found is None or not (answer := answer_of(rf"\boxed{{{found}}}")):
@@ -138,11 +146,11 @@ def _math(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:
 
 
 def _aime(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:
-    """`problem` or `question`, and `answer`; names in any case."""
+    """`problem` or `question`, and `answer`, also as TeX and in degrees; names in any case."""
     row = {name.lower(): value for name, value in row.items()}
-    if not (whole := re.fullmatch(r"0*(\d{1,3})(?:\.0)?", _text(row, "answer").strip())):
+    if not (whole := _AIME_ANSWER.fullmatch(_text(row, "answer").strip())):
         raise ValueError(f"'answer' is {row['answer']!r}; expected a whole number from 0 to 999")
-    return row["problem" if "problem" in row else "question"], whole[1]
+    return row["problem" if "problem" in row else "question"], whole["number"]
 
 
 def _gpqa(row: dict[str, Any], _: DataConfig) -> tuple[str, str]:

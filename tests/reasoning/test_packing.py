@@ -50,7 +50,9 @@ def test_cutting_loses_no_sample_and_keeps_to_the_budget(groups: list, budget: i
 
 
 @pytest.mark.parametrize(("prompt", "completion", "budget"), [(1000, 401, 1500), (200, 513, 1024)])
-def test_a_row_ends_where_the_next_completion_would_exceed_the_budget(prompt: int, completion: int, budget: int) -> None:
+def test_a_row_ends_where_the_next_completion_would_exceed_the_budget(
+    prompt: int, completion: int, budget: int
+) -> None:
     batches = cut(flat([([5] * prompt, [[7] * completion] * 6)]), budget, 576)
     assert batches == [[Row([number], prompt + completion - 1)] for number in range(6)]
 

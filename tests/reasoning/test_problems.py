@@ -114,12 +114,56 @@ def test_a_directory_is_told_from_a_file_that_is_missing(tmp_path: Path) -> None
         read(tmp_path / "p.jsonl", DataConfig())
 
 
-@pytest.mark.parametrize("answer", [12.5, True, "1000", -3, "twelve", float("inf"), None])
+REFUSED = [
+    12.5,
+    True,
+    "1000",
+    -3,
+    "twelve",
+    float("inf"),
+    None,
+    "$33",
+    r"\boxed{33",
+    "33}",
+    r"\boxed{1000}",
+    "$",
+    "3 4",
+]
+
+
+@pytest.mark.parametrize("answer", REFUSED)
 def test_an_answer_of_aime_is_a_whole_number_below_1000(tmp_path: Path, answer: object) -> None:
     path = jsonl(tmp_path / "p.jsonl", [{"problem": "p", "answer": 12.0}, {"problem": "p", "answer": answer}])
     with pytest.raises(DataError, match="p.jsonl, line 2: 'answer' is "):
         read(path, DataConfig(format="aime"))
     assert [p.answer for p in read(path, DataConfig(format="aime", skip_bad_lines=True)).problems] == ["12"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        (r"336^\circ", "336"),
+        (r"$336^{\circ}$", "336"),
+        ("336°", "336"),
+        ("$33$", "33"),
+        ("$$33$$.", "33"),
+        (r"\boxed{033}", "33"),
+        (r"$\boxed{33}$.", "33"),
+        ("33.", "33"),
+        ("000", "0"),
+    ],
+)
+def test_an_answer_of_aime_may_be_tex_or_end_as_a_sentence_does(tmp_path: Path, answer: str, number: str) -> None:
+    [problem] = read(
+        jsonl(tmp_path / "p.jsonl", [{"problem": "p", "answer": answer}]), DataConfig(format="aime")
+    ).problems
+    assert problem.answer == number
+
+
+def test_where_the_answer_of_math_is_null_the_solution_tells_it(tmp_path: Path) -> None:
+    rows = [{"problem": "p", "answer": None, "solution": r"So $\boxed{7}$."}, {"problem": "p", "answer": None}]
+    loaded = read(jsonl(tmp_path / "p.jsonl", rows), DataConfig(format="math", skip_bad_lines=True))
+    assert ([problem.answer for problem in loaded.problems], loaded.bad) == (["7"], 1)
 
 
 PUBLISHED = {
