@@ -1,7 +1,9 @@
 """Batches of uint8 images, resized and cropped on their own device exactly as the reference does it on the CPU.
 
-A model's own resizing is Pillow's bicubic: fixed-point weights, columns first, rounded to 8 bits in between. What
-evaluations do before it is TensorFlow's: antialiased Lanczos, and a centre crop by `crop_and_resize`.
+A model's own resizing is the bicubic of Pillow 13: fixed-point weights, first the columns, or first the rows where far
+more of these are lost, rounded to 8 bits in between. Older Pillows always start with the columns, which makes some
+pixels of tall images differ. What evaluations do before it is TensorFlow's: antialiased Lanczos, and a centre crop by
+`crop_and_resize`.
 """
 
 from __future__ import annotations
@@ -82,7 +84,11 @@ def normalise(images: Tensor, means: Sequence[Sequence[float]], stds: Sequence[S
 
 
 def _bicubic(images: Tensor, height: int, width: int) -> Tensor:
-    for dim, size in ((-1, width), (-2, height)):
+    """As Pillow 13, whose order of the two directions is from its pull request 9549."""
+    order = [(-1, width), (-2, height)]
+    if images.shape[-2] - height > max(0, 2 * (images.shape[-1] - width)):
+        order.reverse()
+    for dim, size in order:
         if images.shape[dim] != size:
             # Products of 8 and 22 bits: their sums are exact in float64.
             weights = _weights(images.shape[dim], size, _cubic, 2.0) * 2**_PRECISION

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 
+import numpy as np
+import PIL
 import pytest
 import torch
 from openvla_golden import DATA, golden_policy, tensors
+from PIL import Image
 from torch import Tensor
 
 from policies.openvla import images
@@ -31,6 +34,19 @@ def test_resized_and_normalised_images_equal_the_reference_bit_for_bit(
     floats = processor.normalise(resized)[0]
     expected = json.loads((DATA / "preprocess.meta.json").read_text())["sha256_float32_bytes"]
     assert hashlib.sha256(floats.contiguous().numpy().tobytes()).hexdigest() == expected[name]
+
+
+TALL = [(60, 30, 20), (200, 90, 56), (500, 40, 60), (58, 20, 56), (100, 80, 90), (97, 77, 56), (98, 77, 56)]
+WIDE = [(30, 60, 20), (90, 200, 56), (40, 500, 60), (20, 58, 56), (80, 100, 90), (57, 56, 56), (9, 7, 56)]
+
+
+@pytest.mark.skipif(int(PIL.__version__.split(".")[0]) < 13, reason="older Pillows always start with the columns")
+@pytest.mark.parametrize(("height", "width", "size"), TALL + WIDE)
+def test_tall_and_wide_images_are_resized_as_pillow_does_it(height: int, width: int, size: int) -> None:
+    image = np.random.default_rng(0).integers(256, size=(height, width, 3), dtype=np.uint8)
+    expected = np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC))
+    resized = images.resize(batch(torch.from_numpy(image)), size, "resize-naive", [0] * 3)
+    assert np.array_equal(resized[0].permute(1, 2, 0).numpy(), expected)
 
 
 @pytest.mark.parametrize("size", ["224x224", "256x256", "480x640", "128x96"])
