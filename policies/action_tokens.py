@@ -5,6 +5,7 @@ Each action dimension, normalised to [-1, 1], is cut into bins; bin `b` is the `
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,8 @@ OFT_EPSILON = 1e-8
 
 Bounds = Literal["quantiles", "extremes"]
 """What becomes -1 and 1: the 1st and 99th percentile of a data set, or its least and greatest value."""
+
+_SOURCES = " (in dataset_statistics.json, or norm_stats of config.json)"
 
 Gripper = Literal["as_trained", "libero", "maniskill"]
 
@@ -110,6 +113,7 @@ def action_statistics(
 
     Raises:
         UnknownStatistics: no such key, or none given where there are several. The message lists those known.
+        ValueError: statistics that are no lists of numbers, or of unequal lengths.
     """
     known = ", ".join(sorted(norm_stats)) or "none"
     if key is None:
@@ -119,18 +123,38 @@ def action_statistics(
     found = next((name for name in (key, f"{key}_no_noops") if name in norm_stats), None)
     if found is None:
         raise UnknownStatistics(f"no action statistics of {key!r} in the checkpoint; known: {known}")
-    if of not in norm_stats[found]:
-        raise UnknownStatistics(f"the statistics of {found!r} have no {of!r}; known: {', '.join(norm_stats[found])}")
-    values, names = norm_stats[found][of], {"quantiles": ("q01", "q99"), "extremes": ("min", "max")}[bounds]
+    data_set = _require_object(f"the statistics of {found!r}", norm_stats[found])
+    if of not in data_set:
+        raise UnknownStatistics(f"the statistics of {found!r} have no {of!r}; known: {', '.join(data_set)}")
+    where = f"the {of} statistics of {found!r}"
+    values = _require_object(where, data_set[of])
+    names = {"quantiles": ("q01", "q99"), "extremes": ("min", "max")}[bounds]
     if absent := [name for name in names if name not in values]:
-        raise UnknownStatistics(f"the {of} statistics of {found!r} have no {' and no '.join(absent)}")
+        raise UnknownStatistics(f"{where} have no {' and no '.join(absent)}")
+    for name in names:
+        if not _are_numbers(values[name]):
+            raise ValueError(f"{where}: {name} is {values[name]!r}; expected a list of numbers{_SOURCES}")
     low, high = (torch.tensor(values[name], dtype=torch.float64) for name in names)
-    mask = torch.tensor(values.get("mask", [True] * len(low)), dtype=torch.bool)
+    given = values.get("mask")
+    given = [True] * len(low) if given is None else given
+    if not isinstance(given, list | tuple) or not all(isinstance(each, bool) for each in given):
+        raise ValueError(f"{where}: mask is {given!r}; expected a list of true and false{_SOURCES}")
+    mask = torch.tensor(given, dtype=torch.bool)
     if not low.shape == high.shape == mask.shape:
         raise ValueError(
             f"statistics of {found!r}: {', '.join(names)} and mask have {len(low)}, {len(high)} and {len(mask)} entries"
         )
     return ActionStatistics(low, high, mask)
+
+
+def _require_object(what: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} are {value!r}; expected a JSON object{_SOURCES}")
+    return value
+
+
+def _are_numbers(values: object) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(x, int | float) and math.isfinite(x) for x in values)
 
 
 def gripper_command(action: Tensor, gripper: Gripper) -> Tensor:

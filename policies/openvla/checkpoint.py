@@ -91,8 +91,10 @@ def save_checkpoint(
 
 def _files(directory: Path) -> list[Path]:
     if (directory / _INDEX).is_file():
-        index = read_json_object(directory / _INDEX)
-        files = [directory / name for name in sorted(set(index["weight_map"].values()))]
+        shards = read_json_object(directory / _INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise CheckpointError(f"{directory / _INDEX} has no weight_map that gives a file for each tensor")
+        files = [directory / name for name in sorted(set(shards.values()))]
     else:
         files = [directory / _WHOLE]
     absent = [file.name for file in files if not file.is_file()]

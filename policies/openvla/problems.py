@@ -15,6 +15,7 @@ from policies.openvla.config import ConfigError, OpenVLAConfig
 from policies.openvla.model import OpenVLA
 from policies.openvla.policy import adapted_modules, read_config
 from policies.openvla.presets import PRESETS, missing_weights
+from policies.openvla.processor import Processor
 from policies.openvla.prompts import PromptTokenizer
 from policies.openvla.settings import OpenVLASettings
 
@@ -63,6 +64,10 @@ def shared_checks(
             found = PromptTokenizer.read(Path(settings.tokenizer or directory))
             PromptTokenizer(found, config.vocab_size, config.pad_token_id, settings.prompt, settings.prompt_length)
 
+    def images() -> None:
+        if directory is not None:
+            Processor.read(directory)
+
     def weights() -> None:
         if directory is not None:
             with torch.device("meta"):
@@ -76,6 +81,7 @@ def shared_checks(
     return [
         ("tokenizer", tokenizer),
         ("unnorm_key", lambda: settings.statistics(config.norm_stats)),
+        ("checkpoint", images),
         ("checkpoint", weights),
         *([("lora", training(adapter=None))] if settings.lora else []),
         *([("adapter", training(lora=None))] if settings.adapter else []),

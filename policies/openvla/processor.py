@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from policies.base import Observation
 from policies.openvla import images
-from policies.openvla.config import OpenVLAConfig, read_json_object
+from policies.openvla.config import ConfigError, OpenVLAConfig, read_json_object
 from policies.openvla.prompts import PromptTokenizer
 
 _MEAN_STD = {"siglip": ([0.5] * 3, [0.5] * 3), "dino": ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])}
@@ -49,16 +49,31 @@ class Processor:
         self.views: tuple[int, ...] = (view,)
         self.size: int = config.image_size
         self.strategy = self.written["image_resize_strategy"]
-        if self.strategy not in ("resize-naive", "letterbox", "resize-crop"):
+        if self.strategy not in get_args(images.ResizeStrategy):
             raise ValueError(f"unknown image_resize_strategy {self.strategy!r}")
         self.means, self.stds = self.written["means"], self.written["stds"]
         self.fill = [int(255 * mean) for mean in self.means[-1]]
 
     @staticmethod
     def read(directory: Path) -> dict[str, Any] | None:
-        """The content of `preprocessor_config.json`, if the checkpoint has one."""
+        """The content of `preprocessor_config.json`, if the checkpoint has one.
+
+        Raises:
+            ConfigError: it is damaged, or lacks a part.
+        """
         path = directory / "preprocessor_config.json"
-        return read_json_object(path) if path.is_file() else None
+        if not path.is_file():
+            return None
+        written = read_json_object(path)
+        for key in ("means", "stds"):
+            if not _are_colours(written.get(key)):
+                raise ConfigError(
+                    f"{path}: {key} is {written.get(key)!r}; expected three numbers for each vision tower"
+                )
+        if (strategy := written.get("image_resize_strategy")) not in get_args(images.ResizeStrategy):
+            known = ", ".join(get_args(images.ResizeStrategy))
+            raise ConfigError(f"{path}: image_resize_strategy is {strategy!r}; known: {known}")
+        return written
 
     def __call__(self, observation: Observation) -> Observation:
         """Prepare `image` uint8 [N, V, H, W, 3] and `instruction`, N strings.
@@ -109,6 +124,14 @@ class Processor:
     def normalise(self, pixels: Tensor) -> Tensor:
         """Pixels uint8 [..., 3, size, size] -> what the vision towers see, float32 [..., 3 * towers, size, size]."""
         return images.normalise(pixels, self.means, self.stds)
+
+
+def _are_colours(values: Any) -> bool:
+    """Whether this is a list of one mean or deviation for each colour, for one or two towers."""
+    colours = values if isinstance(values, list) else []
+    return len(colours) in (1, 2) and all(
+        isinstance(each, list) and len(each) == 3 and all(isinstance(x, int | float) for x in each) for each in colours
+    )
 
 
 def _published(config: OpenVLAConfig) -> dict[str, Any]:

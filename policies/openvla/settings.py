@@ -85,6 +85,13 @@ class OpenVLASettings:
         require("attention", self.attention, get_args(Attention))
         require("dtype", self.dtype, (None, *get_args(Dtype)))
         require("gripper", self.gripper, get_args(Gripper))
+        require_whole("view", self.view, 0)
+        if self.prompt_length is not None:
+            require_whole("prompt_length", self.prompt_length, 1)
+        require_list("value_hidden", self.value_hidden)
+        for width in self.value_hidden:
+            require_whole("value_hidden", width, 1)
+        require_list("frozen", self.frozen)
         for part in self.frozen:
             require("frozen", part, get_args(Part))
         given = [name for name in ("lora", "adapter", "frozen") if getattr(self, name)]
@@ -131,6 +138,18 @@ def written_settings(directory: str | Path) -> dict[str, Any]:
         return {}
     written = read_json_object(path)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
+
+
+def require_whole(name: str, value: Any, least: int) -> None:
+    """Raise a ValueError that names an option which is no whole number, or below `least`."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} is {value!r}; expected a whole number, at least {least}")
+
+
+def require_list(name: str, values: Any) -> None:
+    """Raise a ValueError that names an option which takes several values and is given something else."""
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{name} is {values!r}; expected a list or a tuple")
 
 
 def require(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from policies.openvla.config import OpenVLAConfig
+from policies.openvla.config import ConfigError, OpenVLAConfig
 
 
 class VisionBackbone(nn.Module):
@@ -78,11 +78,17 @@ def _tower(config: OpenVLAConfig, index: int, attention: str) -> Any:
     except ImportError as error:
         raise ImportError("OpenVLA needs timm: pip install 'embodied-rl[vla]'") from error
     tower: Any
+    name = config.timm_ids[index]
     shared: dict[str, Any] = {"img_size": config.image_size, "num_classes": 0}
-    if config.vision_arguments is not None:
-        tower = timm.models.VisionTransformer(**config.vision_arguments[index], **shared)
-    else:
-        tower = timm.create_model(config.timm_ids[index], pretrained=False, **shared)
+    if config.vision_arguments is None and not timm.is_model(name):
+        raise ConfigError(f"timm {timm.__version__} knows no vision tower {name!r}")
+    try:
+        if config.vision_arguments is not None:
+            tower = timm.models.VisionTransformer(**config.vision_arguments[index], **shared)
+        else:
+            tower = timm.create_model(name, pretrained=False, **shared)
+    except TypeError as error:
+        raise ConfigError(f"timm does not make the vision tower {name!r}: {error}") from None
     for block in tower.blocks:
         if not hasattr(block.attn, "fused_attn"):
             raise ImportError(f"timm {timm.__version__} does not let the attention implementation be chosen")

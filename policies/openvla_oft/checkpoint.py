@@ -5,7 +5,9 @@ With FiLM the whole vision backbone is in such a file, adapters and all, and the
 
 from __future__ import annotations
 
+import pickle
 import re
+import zipfile
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ State = dict[str, Tensor]
 
 _BACKBONE = "vision_backbone"
 _ALPHA = 16  # of adapters, or their rank where it is less
+_DAMAGED = (OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError)
 
 
 def load_side_files(network: nn.Module, names: list[str], directory: Path) -> None:
@@ -65,10 +68,36 @@ def side_file(directory: Path, name: str) -> Path:
 
 
 def read_side_file(directory: Path, name: str) -> State:
-    """The state dict of a part, adapters merged, in which no name tells how it was trained. Raises as `side_file`."""
-    state = torch.load(side_file(directory, name), map_location="cpu", weights_only=True, mmap=True)
+    """The state dict of a part, adapters merged, in which no name tells how it was trained.
+
+    Raises:
+        CheckpointError: a file that is damaged or holds anything but tensors by their names, or adapters that do not
+            fit the weights. And as `side_file`.
+    """
+    file = side_file(directory, name)
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except _DAMAGED as error:
+        why = f": {error}" if isinstance(error, OSError) else ""
+        problem = "is damaged, was not downloaded as a whole, or holds more than a state dict"
+        raise CheckpointError(f"{file} {problem}{why}") from None
+    if fault := _not_a_state(state):
+        raise CheckpointError(f"{file} holds {fault}; expected a state dict: tensors by their names")
     state = {key.removeprefix("module.").removeprefix(f"{_BACKBONE}."): tensor for key, tensor in state.items()}
-    return _merged(state)
+    try:
+        return _merged(state)
+    except KeyError as error:
+        raise CheckpointError(f"{file} holds an adapter, but not {error}, which it belongs to") from None
+    except RuntimeError as error:
+        raise CheckpointError(f"{file} holds an adapter that does not fit its weight: {error}") from None
+
+
+def _not_a_state(content: object) -> str | None:
+    """What a file holds in place of a state dict."""
+    if not isinstance(content, dict):
+        return f"a {type(content).__name__}"
+    others = (item for item in content.items() if not (isinstance(item[0], str) and isinstance(item[1], Tensor)))
+    return next((f"a {type(value).__name__} under {key!r}" for key, value in others), None)
 
 
 def split_state(state: State, names: list[str]) -> tuple[State, dict[str, State]]:

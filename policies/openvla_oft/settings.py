@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from policies.action_tokens import OFT_EPSILON, ActionStatistics, Bounds, action_statistics
-from policies.openvla.settings import OpenVLASettings, require
+from policies.openvla.settings import OpenVLASettings, require, require_list, require_whole
 
 Head = Literal["tokens", "l1"]
 Layout = Literal["official", "simplevla", "rlinf"]
@@ -52,8 +52,10 @@ class OpenVLAOFTSettings(OpenVLASettings):
         require("head", self.head, get_args(Head))
         require("bounds", self.bounds, get_args(Bounds))
         require("value_of", self.value_of, get_args(ValueOf))
-        if self.chunk < 1:
-            raise ValueError(f"chunk is {self.chunk}; expected at least 1")
+        require_whole("chunk", self.chunk, 1)
+        require_list("more_views", self.more_views)
+        for view in self.more_views:
+            require_whole("more_views", view, 0)
 
     def statistics(self, norm_stats: dict[str, Any], of: str = "action") -> ActionStatistics:
         return action_statistics(norm_stats, self.unnorm_key, self.bounds, of)

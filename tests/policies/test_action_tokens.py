@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,9 +65,11 @@ def test_both_conventions_of_unnormalisation(key: str) -> None:
 
 
 def test_a_dimension_that_is_not_masked_is_left_as_it_is() -> None:
-    norm_stats = {"a": {"action": {"q01": [0.0, 0.0], "q99": [4.0, 4.0], "mask": [True, False]}}}
+    norm_stats: dict[str, Any] = {"a": {"action": {"q01": [0.0, 0.0], "q99": [4.0, 4.0], "mask": [True, False]}}}
     assert action_statistics(norm_stats, None).unnormalise(torch.tensor([0.5, 0.5])).tolist() == [3.0, 0.5]
     del norm_stats["a"]["action"]["mask"]
+    assert action_statistics(norm_stats, "a").unnormalise(torch.tensor([0.5, 0.5])).tolist() == [3.0, 3.0]
+    norm_stats["a"]["action"]["mask"] = None
     assert action_statistics(norm_stats, "a").unnormalise(torch.tensor([0.5, 0.5])).tolist() == [3.0, 3.0]
 
 
@@ -90,6 +93,29 @@ def test_unknown_statistics_list_the_known_ones() -> None:
 def test_statistics_of_unequal_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="q01, q99 and mask have 2, 3 and 2 entries"):
         action_statistics({"a": {"action": {"q01": [0, 0], "q99": [1, 1, 1]}}}, "a")
+
+
+@pytest.mark.parametrize(
+    ("action", "told"),
+    [
+        ({"q01": None, "q99": [1]}, "the action statistics of 'a': q01 is None; expected a list of numbers"),
+        ({"q01": [0], "q99": 1}, "q99 is 1; expected a list of numbers"),
+        ({"q01": [0], "q99": [None]}, r"q99 is \[None\]; expected a list of numbers"),
+        ({"q01": [0], "q99": [float("nan")]}, r"q99 is \[nan\]; expected a list of numbers"),
+        ({"q01": [[0]], "q99": [[1]]}, r"q01 is \[\[0\]\]; expected a list of numbers"),
+        ({"q01": [0], "q99": [1], "mask": 5}, "mask is 5; expected a list of true and false"),
+        ({"q01": [0], "q99": [1], "mask": ["x"]}, r"mask is \['x'\]; expected a list of true and false"),
+        (None, "the action statistics of 'a' are None; expected a JSON object"),
+    ],
+)
+def test_statistics_that_are_no_numbers_are_refused(action: object, told: str) -> None:
+    with pytest.raises(ValueError, match=told + ".*dataset_statistics.json"):
+        action_statistics({"a": {"action": action}}, "a")
+
+
+def test_statistics_of_a_data_set_that_are_null_are_refused() -> None:
+    with pytest.raises(ValueError, match="the statistics of 'a' are None; expected a JSON object"):
+        action_statistics({"a": None}, "a")
 
 
 def test_gripper_commands_of_the_simulators() -> None:

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from policies import SlotNoise, openvla
 from policies.openvla.checkpoint import CheckpointError, save_checkpoint
 from policies.openvla.config import ConfigError
+from policies.openvla.problems import problems
+from policies.openvla.settings import OpenVLASettings
 
 
 @pytest.fixture
@@ -108,6 +110,28 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None
         openvla.load(directory)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "error", "told"),
+    [
+        ("model.safetensors.index.json", {}, CheckpointError, "has no weight_map"),
+        ("model.safetensors.index.json", {"weight_map": {"a": 5}}, CheckpointError, "has no weight_map"),
+        ("preprocessor_config.json", {"means": None}, ConfigError, "means is None; expected three numbers for each"),
+        ("preprocessor_config.json", {"stds": [[0.5]]}, ConfigError, r"stds is \[\[0.5\]\]; expected three numbers"),
+        ("preprocessor_config.json", {"image_resize_strategy": "fit"}, ConfigError, "'fit'; known: resize-naive"),
+    ],
+)
+def test_a_file_beside_the_weights_that_is_not_as_expected_is_named(
+    tmp_path: Path, file: str, content: dict, error: type[Exception], told: str
+) -> None:
+    directory = copy_of_tiny(tmp_path / "tiny")
+    written = json.loads((directory / file).read_text()) if (directory / file).exists() else {}
+    (directory / file).write_text(json.dumps({**written, **content}))
+    with pytest.raises(error, match=f"{file}.*{told}"):
+        openvla.load(directory)
+    [(option, problem)] = problems(str(directory), OpenVLASettings(unnorm_key="bridge_golden"))
+    assert option == "checkpoint" and file in problem
+
+
 def test_what_is_saved_acts_like_what_was_loaded(tmp_path: Path) -> None:
     before = golden_policy()
     before.save_pretrained(tmp_path / "copy")
@@ -160,6 +184,11 @@ def test_a_preset_can_be_saved_and_loaded(tmp_path: Path) -> None:
         ({"frozen": ("projector",), "lora": {}}, "lora and frozen are given"),
         ({"value_position": "a0"}, "unknown value position 'a0'; expected first, last or mean"),
         ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"view": -1}, "view is -1; expected a whole number, at least 0"),
+        ({"frozen": None}, "frozen is None; expected a list or a tuple"),
+        ({"value_hidden": 5}, "value_hidden is 5; expected a list or a tuple"),
+        ({"value_hidden": (0,)}, "value_hidden is 0; expected a whole number, at least 1"),
+        ({"prompt_length": "a"}, "prompt_length is 'a'; expected a whole number, at least 1"),
     ],
 )
 def test_options_that_do_not_exist_or_fit_are_refused(options: dict[str, object], message: str) -> None:

@@ -75,6 +75,46 @@ def test_another_architecture_is_refused(change: dict[str, Any], message: str) -
         OpenVLAConfig.from_dict({**REAL, **change})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text_config": None}, "mine.json: text_config is None; expected a JSON object"),
+        ({"image_sizes": 56}, "mine.json: image_sizes is 56; expected a list of whole numbers above 0"),
+        ({"image_sizes": ["56", "56"]}, "image_sizes is "),
+        ({"n_action_bins": None}, "mine.json: n_action_bins is None; expected a whole number"),
+        ({"n_action_bins": 40000}, "mine.json: n_action_bins is 40000; expected 2 to 32000"),
+        ({"pad_to_multiple_of": None}, "pad_to_multiple_of is None"),
+        ({"pad_token_id": None}, "pad_token_id is None"),
+        ({"norm_stats": [1]}, r"norm_stats is \[1\]; expected a JSON object"),
+        ({"vision_backbone_id": []}, r"vision_backbone_id is \[\]; expected a text"),
+        ({"torch_dtype": []}, r"torch_dtype is \[\]; expected a text"),
+        ({"timm_model_ids": "vit"}, "timm_model_ids is 'vit'; expected a list of texts"),
+        ({"vision_arguments": 5}, "vision_arguments is 5; expected a list of JSON objects"),
+        ({"timm_override_act_layers": True}, "timm_override_act_layers is True; expected a list"),
+        ({"text_config": {"hidden_size": "32"}}, "mine.json: text_config.hidden_size is '32'; expected a whole number"),
+        ({"text_config": {"num_attention_heads": 0}}, "text_config.num_attention_heads is 0; expected a whole number"),
+        ({"text_config": {"rms_norm_eps": "a"}}, "text_config.rms_norm_eps is 'a'; expected a number above 0"),
+        ({"text_config": {"rope_parameters": 5}}, "text_config.rope_parameters is 5; expected a JSON object"),
+        ({"text_config": {"rope_parameters": {"rope_theta": "a"}}}, "rope_parameters.rope_theta is 'a'"),
+    ],
+)
+def test_a_value_of_another_kind_is_named_with_what_was_expected(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OpenVLAConfig.from_dict({**REAL, **change}, "mine.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"timm_model_ids": ["no_such_vit"] * 2}, "knows no vision tower 'no_such_vit'"),
+        ({"vision_arguments": [{"bogus": 1}] * 2}, "vit_large_patch14_reg4_dinov2.lvd142m.*bogus"),
+    ],
+)
+def test_a_vision_tower_that_timm_does_not_make_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message), torch.device("meta"):
+        OpenVLA(OpenVLAConfig.from_dict({**REAL, **change}))
+
+
 def test_importing_policies_loads_no_model_library() -> None:
     heavy = ["transformers", "timm", "peft", "tokenizers", "torchvision"]
     code = f"import sys, policies; policies.openvla.load; print([name for name in {heavy} if name in sys.modules])"

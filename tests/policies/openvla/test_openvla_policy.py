@@ -70,7 +70,7 @@ def test_the_stored_preprocessing_is_used(tmp_path: Path) -> None:
     torch.testing.assert_close(processor.normalise(pixels)[:, 0], (pixels[:, 0] / 255 - 0.1) / 0.5)
     torch.testing.assert_close(processor.normalise(pixels)[:, 3], pixels[:, 0] / 255 - 0.2)
     (directory / "preprocessor_config.json").write_text(json.dumps({**written, "image_resize_strategy": "stretch"}))
-    with pytest.raises(ValueError, match="unknown image_resize_strategy 'stretch'"):
+    with pytest.raises(ValueError, match="image_resize_strategy is 'stretch'; known: resize-naive"):
         openvla.load(directory)
 
 

@@ -174,6 +174,68 @@ def test_of_extremes_no_quantiles_are_needed(directory: Path) -> None:
     assert "have no q01" in told("quantiles")["unnorm_key"] and told("extremes") == {}
 
 
+FC1 = "model.fc1.lora_{}.default.weight"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "is damaged, was not downloaded as a whole, or holds more than a state dict"),
+        (b"version https://git-lfs.github.com/spec/v1", "is damaged"),
+        (torch.nn.Linear(1, 1), "is damaged, was not downloaded as a whole, or holds more than a state dict"),
+        ([1, 2], "holds a list; expected a state dict: tensors by their names"),
+        ({"model_state": {}}, "holds a dict under 'model_state'; expected a state dict"),
+        ({FC1.format("A"): torch.zeros(2, 3)}, "holds an adapter, but not 'model.fc1.lora_B.default.weight'"),
+        (
+            {FC1.format("A"): torch.zeros(2, 3), FC1.format("B"): torch.zeros(5, 4)},
+            "holds an adapter that does not fit its weight",
+        ),
+    ],
+)
+def test_a_file_beside_the_weights_that_is_no_state_dict_is_named(directory: Path, content: Any, told: str) -> None:
+    file = next(directory.glob("action_head--*"))
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save(content, file)
+    with pytest.raises(CheckpointError, match=f"{file.name} {told}"):
+        openvla_oft.load(directory, unnorm_key=LIBERO, head="l1")
+    [(option, problem)] = problems(str(directory), OpenVLAOFTSettings(unnorm_key=LIBERO, head="l1"))
+    assert option == "checkpoint" and told in problem
+
+
+def test_a_file_beside_the_weights_that_is_cut_short_is_named(directory: Path) -> None:
+    file = next(directory.glob("action_head--*"))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match=f"{file.name} is damaged, was not downloaded as a whole"):
+        openvla_oft.load(directory, unnorm_key=LIBERO, head="l1")
+
+
+def test_files_in_the_format_before_pytorch_1_6_are_read(directory: Path) -> None:
+    file = next(directory.glob("action_head--*"))
+    torch.save(torch.load(file), file, _use_new_zipfile_serialization=False)
+    policy = openvla_oft.load(directory, unnorm_key=LIBERO, head="l1", more_views=(1,), proprioception=True)
+    assert torch.equal(action(policy), action(regression()))
+
+
+def test_problems_list_statistics_and_a_configuration_of_the_wrong_kind(directory: Path) -> None:
+    told = lambda **options: dict(problems(str(directory), OpenVLAOFTSettings(unnorm_key=LIBERO, **options)))  # noqa: E731
+    statistics = json.loads((TINY / "dataset_statistics.json").read_text())
+    statistics[LIBERO]["action"] |= {"mask": None, "q01": None}
+    (directory / "dataset_statistics.json").write_text(json.dumps(statistics))
+    assert "q01 is None; expected a list of numbers" in told()["unnorm_key"]
+    assert "q01 is None; expected a list of numbers" in told(head="l1")["unnorm_key"]
+    config = json.loads((TINY / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "n_action_bins": None}))
+    assert "config.json: n_action_bins is None" in told()["checkpoint"]
+
+
+@pytest.mark.parametrize("views", [1, "1", None, (-1,), ("wrist",)])
+def test_more_views_are_numbers_of_cameras(views: object) -> None:
+    with pytest.raises(ValueError, match="more_views is .*; expected a "):
+        openvla_oft.load("openvla-oft-tiny", more_views=views)
+
+
 def without_states(directory: Path) -> None:
     """Take the statistics of states away."""
     statistics = json.loads((TINY / "dataset_statistics.json").read_text())

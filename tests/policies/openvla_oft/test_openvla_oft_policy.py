@@ -266,7 +266,7 @@ def test_the_registry_builds_it_from_a_seed() -> None:
         (settings(head="diffusion"), "head is 'diffusion'; expected one of 'tokens', 'l1'"),
         (settings(value_of="token"), "value_of is 'token'; expected one of 'chunk', 'action'"),
         (settings(bounds="q99"), "bounds is 'q99'; expected one of 'quantiles', 'extremes'"),
-        (settings(chunk=0), "chunk is 0; expected at least 1"),
+        (settings(chunk=0), "chunk is 0; expected a whole number, at least 1"),
         (settings(views=(0, 1)), r"unknown options \['views'\] of OpenVLAOFTSettings; known: unnorm_key"),
     ],
 )
