@@ -257,7 +257,11 @@ def normalise(
         ValueError: the shapes differ, the mask is not bool, or only one of `mean` and `std` is given.
     """
     if mean is None and std is None:
-        mean, std = mean_and_std(*masked_moments(advantage, mask))
+        # In two passes: the squares of large values round away a small spread.
+        count, total, _ = masked_moments(advantage, mask)
+        centre = total / count.clamp_min(1)
+        rest, std = mean_and_std(*masked_moments(advantage.double() - centre, mask))
+        mean = centre + rest
     if mean is None or std is None:
         raise ValueError("mean and std go together: give both (the same ranks' statistics) or neither")
     require_same_shape(advantage=advantage, mask=mask)

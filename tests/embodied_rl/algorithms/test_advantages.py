@@ -377,6 +377,11 @@ def test_normalise_of_equal_entries_is_finite_and_tiny() -> None:
     assert normalise(x, torch.ones(3, dtype=torch.bool)).abs().max() < 1e-6
 
 
+def test_normalise_keeps_a_small_spread_of_large_values() -> None:
+    x = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(normalise(1e8 + x, torch.ones(3, dtype=torch.bool)), x.float())
+
+
 def test_mean_and_std_of_no_entry_are_zero() -> None:
     nothing = masked_moments(torch.full((2,), NAN), torch.zeros(2, dtype=torch.bool))
     assert mean_and_std(*nothing) == (0, 0)
