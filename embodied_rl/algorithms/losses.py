@@ -65,7 +65,7 @@ def log_ratio(logprob: Tensor, old_logprob: Tensor, mask: Tensor, level: RatioLe
             f"expected logprob [..., C, A] and mask [..., C], got {list(logprob.shape)} and {list(mask.shape)}"
         )
     token_mask = mask.unsqueeze(-1).expand_as(logprob)
-    difference = torch.where(token_mask, logprob.float() - old_logprob.detach().float(), 0.0)
+    difference = torch.where(token_mask, _log_of_ratio(logprob, old_logprob.detach()), 0.0)
     if level == "token":
         return _clamp_log(difference), token_mask
     if level == "action":
@@ -168,7 +168,7 @@ def importance_weight(logprob_old: Tensor, logprob_sampler: Tensor, cap: float, 
     if cap <= 0:
         raise ValueError(f"cap must be above 0, got {cap}")
     require_same_shape(logprob_old=logprob_old, logprob_sampler=logprob_sampler)
-    weight = _clamp_log(logprob_old.float() - logprob_sampler.float()).exp().clamp_max(cap)
+    weight = _clamp_log(_log_of_ratio(logprob_old, logprob_sampler)).exp().clamp_max(cap)
     return _zero_where_masked(weight, mask)
 
 
@@ -233,7 +233,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: KlKind, mask: Tensor 
         ValueError: the shapes differ, the mask is not bool, or `kind` is unknown.
     """
     require_same_shape(logprob=logprob, ref_logprob=ref_logprob)
-    d = _clamp_log(_zero_where_masked(ref_logprob.detach().float() - logprob.float(), mask))
+    d = _clamp_log(_zero_where_masked(_log_of_ratio(ref_logprob.detach(), logprob), mask))
     if kind == "k1":
         return -d
     if kind == "k2":
@@ -241,6 +241,12 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: KlKind, mask: Tensor 
     if kind == "k3":
         return _exp_minus_linear(d)
     raise ValueError(f"kind {kind!r}: expected k1, k2 or k3")
+
+
+def _log_of_ratio(logprob: Tensor, other: Tensor) -> Tensor:
+    """Their difference; 0 without gradient where both policies give probability 0, so that neither is preferred."""
+    both_zero = torch.isneginf(logprob) & torch.isneginf(other)
+    return torch.where(both_zero, 0.0, logprob.float() - other.float())
 
 
 def _masked_inputs(log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from embodied_rl.algorithms import (
     MAX_LOG_RATIO,
+    KlKind,
     PolicyLoss,
     cispo_loss,
     importance_weight,
@@ -106,6 +107,28 @@ def test_log_ratio_of_a_long_answer_never_overflows(level: str, sign: int) -> No
         result = policy_loss(ratio, torch.tensor([advantage]), mask, 0.2, 0.2)
         assert result.loss.isfinite().all()
         assert result.approx_kl.isfinite().all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_both_policies_give_probability_0_has_a_log_ratio_of_0_and_no_gradient(level: str) -> None:
+    new = torch.tensor([[[-math.inf, -1.0]]], requires_grad=True)
+    ratio, mask = log_ratio(new, torch.tensor([[[-math.inf, -1.5]]]), all_of(1, 1), level)
+    assert ratio.sum().item() == pytest.approx(0.25 if level == "sequence" else 0.5)
+    policy_loss(ratio, torch.ones(1), mask, 2.0, 2.0).loss.sum().backward()
+    assert new.grad is not None and new.grad[0, 0, 0] == 0 and new.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_what_both_policies_give_probability_0_has_no_divergence_and_no_gradient(kind: KlKind) -> None:
+    new = torch.tensor([-math.inf, -1.0], requires_grad=True)
+    divergence = kl_penalty(new, torch.tensor([-math.inf, -1.5]), kind)
+    divergence.sum().backward()
+    assert divergence[0] == 0 and divergence.isfinite().all()
+    assert new.grad is not None and new.grad[0] == 0 and new.grad.isfinite().all()
+
+
+def test_what_both_policies_give_probability_0_has_an_importance_weight_of_1() -> None:
+    assert importance_weight(torch.tensor([-math.inf]), torch.tensor([-math.inf]), 2.0).tolist() == [1.0]
 
 
 def test_sequence_ratio_does_not_grow_with_the_length_of_the_answer() -> None:
