@@ -6,6 +6,7 @@ machine no right answer becomes undecided.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -96,8 +97,11 @@ class Verifier:
         return pair
 
     def _compare(self, pairs: list[tuple[str, str]], verdicts: dict[tuple[str, str], Verdict]) -> None:
-        """Fill in the verdicts on `pairs`, each process working on one at a time."""
-        pairs, at_work = pairs[::-1], dict[_Process, tuple[str, str]]()
+        """Fill in the verdicts on `pairs`, each process working on one at a time.
+
+        A pair whose process dies gets a second one: it may have been killed from outside, not by its bound on memory.
+        """
+        pairs, at_work, retried = pairs[::-1], dict[_Process, tuple[str, str]](), set[tuple[str, str]]()
         while pairs or at_work:
             while pairs and (process := self._idle(at_work)):
                 at_work[process] = pairs.pop()
@@ -105,18 +109,24 @@ class Verifier:
             ready, _, _ = select.select([process.reply for process in at_work], [], [], POLL_S)
             for process in list(at_work):
                 if process.reply in ready:
-                    line = process.reply.readline()
-                    verdicts[at_work.pop(process)] = json.loads(line) if line else None
-                    if not line:  # it died, for example of its bound on memory
-                        self._remove(process)
+                    pair, line = at_work.pop(process), process.reply.readline()
+                    if line:
+                        verdicts[pair] = json.loads(line)
+                        continue
+                    self._remove(process)
+                    if pair not in retried:
+                        retried.add(pair)
+                        pairs.append(pair)
                 elif process.is_overdue(self.timeout_s):
                     self.counts.timeouts += 1
                     at_work.pop(process)
                     self._remove(process)
 
     def _idle(self, at_work: dict[_Process, tuple[str, str]]) -> _Process | None:
-        if idle := [process for process in self._pool if process not in at_work]:
-            return idle[0]
+        for process in [process for process in self._pool if process not in at_work]:
+            if not process.has_ended():
+                return process
+            self._remove(process)
         if len(self._pool) < self.processes:
             self._pool.append(_Process())
             return self._pool[-1]
@@ -189,8 +199,12 @@ class _Process:
             return 0.0
         return times.user + times.system
 
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._requests.close()
+        with contextlib.suppress(BrokenPipeError):  # of a request that it did not live to read
+            self._requests.close()
         self.reply.close()
