@@ -230,6 +230,8 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
                 try:
                     row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
                     yield number, row if isinstance(row, dict) else ValueError("not a JSON object")
+                except json.JSONDecodeError as error:  # without its own count of lines
+                    yield number, ValueError(f"not JSON: {error.msg}, at character {error.pos}")
                 except (ValueError, RecursionError) as error:
                     yield number, ValueError(f"not JSON: {error}")
 
