@@ -134,12 +134,12 @@ def action_statistics(
     for name in names:
         if not _are_numbers(values[name]):
             raise ValueError(f"{where}: {name} is {values[name]!r}; expected a list of numbers{_SOURCES}")
-    low, high = (torch.tensor(values[name], dtype=torch.float64) for name in names)
+    low, high = (torch.as_tensor(values[name], dtype=torch.float64) for name in names)
     given = values.get("mask")
     given = [True] * len(low) if given is None else given
-    if not isinstance(given, list | tuple) or not all(isinstance(each, bool) for each in given):
+    if not _are_numbers(given) or not all(each in (0, 1) for each in given):
         raise ValueError(f"{where}: mask is {given!r}; expected a list of true and false{_SOURCES}")
-    mask = torch.tensor(given, dtype=torch.bool)
+    mask = torch.as_tensor(given, dtype=torch.bool)
     if not low.shape == high.shape == mask.shape:
         raise ValueError(
             f"statistics of {found!r}: {', '.join(names)} and mask have {len(low)}, {len(high)} and {len(mask)} entries"
@@ -154,7 +154,10 @@ def _require_object(what: str, value: Any) -> dict[str, Any]:
 
 
 def _are_numbers(values: object) -> bool:
-    return isinstance(values, list | tuple) and all(isinstance(x, int | float) and math.isfinite(x) for x in values)
+    kinds = (int, float, np.number, np.bool_)
+    return isinstance(values, list | tuple | np.ndarray) and all(
+        isinstance(x, kinds) and math.isfinite(x) for x in values
+    )
 
 
 def gripper_command(action: Tensor, gripper: Gripper) -> Tensor:
