@@ -16,7 +16,6 @@ import numpy as np
 from embodied_rl.build import env_settings
 from embodied_rl.config import Config
 from embodied_rl.consistency import visible_devices
-from embodied_rl.console import interrupt_on_termination
 from embodied_rl.demonstrations import DatasetError, DemonstrationWriter, EpisodeInfo, Trajectory
 from embodied_rl.faults import Fault
 from embodied_rl.progress import TrainProgress
@@ -89,7 +88,6 @@ def collect(config: Config, episodes: int, writer: DemonstrationWriter, command:
         writer: of a dataset with `dataset_settings`; closed at the end.
         command: goes on with the collection, if it is given again.
     """
-    interrupt_on_termination()
     with writer:
         try:
             if writer.kept < episodes:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import signal
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+logger = logging.getLogger(__name__)
+
 
 @contextmanager
 def reported(resume_command: str | None) -> Iterator[None]:
-    """Print a worker's or Ray's failure instead of a traceback; the block is left, and the caller returns an error.
+    """Print the failure of a worker, of Ray or of a file (a full disk) instead of a traceback, which the log has; the
+    block is left, and the caller returns an error.
 
     Args:
         resume_command: printed below the cause, where there is something to resume.
@@ -22,7 +25,8 @@ def reported(resume_command: str | None) -> Iterator[None]:
 
     try:
         yield
-    except (WorkerFailed, EnvError, RayFailed, ChannelTimeout, TimeoutError) as error:
+    except (WorkerFailed, EnvError, RayFailed, ChannelTimeout, OSError) as error:
+        logger.info("ended", exc_info=True)
         print(f"\n{error}", file=sys.stderr)
         if isinstance(error, WorkerFailed):
             print(f"\nThe run ended because {error.worker} {error.summary}.", file=sys.stderr)
@@ -30,15 +34,6 @@ def reported(resume_command: str | None) -> Iterator[None]:
     except KeyboardInterrupt:
         _advise(resume_command)
         raise
-
-
-def interrupt_on_termination() -> None:
-    """Let SIGTERM (a job's time limit, `timeout`) end the run like Ctrl-C. To be called after Ray has started."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
 
 
 def _advise(resume_command: str | None) -> None:

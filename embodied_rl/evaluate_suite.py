@@ -20,7 +20,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from embodied_rl.console import interrupt_on_termination
 from embodied_rl.episode_queue import EpisodeQueue, Key
 from embodied_rl.faults import Fault, any_of
 from embodied_rl.progress import TrainProgress
@@ -154,7 +153,6 @@ def evaluate_suites(run: SuiteRun, out: Path, command: str) -> int:
     """
     from embodied_rl.suite_report import print_result, record_suite_videos, write_report
 
-    interrupt_on_termination()
     out.mkdir(parents=True, exist_ok=True)
     done = read_episodes(out)
     try:

@@ -17,7 +17,7 @@ import yaml
 
 from embodied_rl.checkpoint import best_checkpoint, latest_checkpoint, mark_best
 from embodied_rl.config import Config
-from embodied_rl.console import interrupt_on_termination, reported
+from embodied_rl.console import reported
 from embodied_rl.data import RolloutReport
 from embodied_rl.evaluate import (
     BEFORE,
@@ -94,7 +94,6 @@ def train(config: Any, run_dir: Path, resume: bool, command: str, start: Start |
             config.cluster.timeout_s,
             str(log_file.absolute()),
         ) as cluster:
-            interrupt_on_termination()
             profile = known_profile(config)
             training = start(config, run_dir, tracker, cluster, profile)
             try:

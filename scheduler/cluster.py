@@ -9,10 +9,12 @@ import atexit
 import logging
 import os
 import re
+import signal
 import socket
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,7 +71,8 @@ class Cluster:
         self._process = os.getpid()
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
-            _init_ray(address)
+            with _own_termination():
+                _init_ray(address)
         try:
             self.host = ray.get_runtime_context().get_node_id()
             nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -219,6 +222,25 @@ def _end(actors: list[Any]) -> None:
         ray.kill(actor)
 
 
+@contextmanager
+def _own_termination() -> Iterator[None]:
+    """Give the program its handler of SIGTERM back, which Ray replaces when it starts: by one that raises SystemExit,
+    then by one that aborts with a dump. A signal that came meanwhile is handled."""
+    own = signal.getsignal(signal.SIGTERM)
+    if not callable(own) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = False
+    try:
+        yield
+    except SystemExit:
+        came = True
+    finally:
+        signal.signal(signal.SIGTERM, own)
+    if came:
+        own(signal.SIGTERM, None)
+
+
 def _init_ray(address: str | None) -> None:
     import ray
 
@@ -232,6 +254,9 @@ def _init_ray(address: str | None) -> None:
             ray.init(address, **quiet)
         else:
             ray.init("local", include_dashboard=False, object_store_memory=100 * 2**20, **quiet)
+    except (KeyboardInterrupt, SystemExit):
+        ray.shutdown()
+        raise
     except Exception as error:  # Ray has no class of its own for it
         ray.shutdown()
         raise RayFailed(f"Ray did not {f'join the cluster at {joined}' if joined else 'start'}: {error}") from error

@@ -166,6 +166,36 @@ def test_an_interrupted_driver_leaves_nothing(drivers: dict[str, Driver]) -> Non
     assert not driver.shared_memory(processes)
 
 
+@pytest.mark.parametrize("moment", ["during", "after"])
+def test_sigterm_is_handled_by_the_program_while_ray_starts_and_from_then_on(moment: str) -> None:
+    script = f"""
+import os, signal, threading, time
+from scheduler.cluster import Cluster
+import ray
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGTERM, interrupt)
+if {moment == "during"}:
+    start = ray.init
+    def init(*args, **options):
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        start(*args, **options)
+    ray.init = init
+try:
+    with Cluster(cpu_slots=1):
+        print("started", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+    driver = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SOON)
+    said = ["interrupted"] if moment == "during" else ["started", "interrupted"]
+    assert (driver.returncode, driver.stdout.split()) == (0, said), driver.stderr
+
+
 def test_a_killed_driver_takes_its_processes_along_and_its_memory_is_removed_by_the_next(
     drivers: dict[str, Driver],
 ) -> None:
