@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _LIBERO = "On LIBERO's suites"
 _LANGUAGE = "Of language models"
 _OF_EVALUATION = {  # parameters of `eval` beside the policy
-    "a run": {"episodes", "seed", "videos", "stochastic"},
+    "a run": {"episodes", "seed", "videos", "stochastic", "out"},
     "a suite": {
         "suite",
         "protocol",
@@ -97,7 +97,8 @@ def evaluate(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of the result of --suite or --benchmark; default: one in evaluations.", show_default=False
+            help="Directory of the result, new or empty; default: a new one in evaluations, here or in the run.",
+            show_default=False,
         ),
     ] = None,
     resume: Annotated[
@@ -122,6 +123,7 @@ def evaluate(
         from embodied_rl.faults import Fault
         from embodied_rl.kinds import kind_of
         from embodied_rl.preflight import environment_faults
+        from embodied_rl.result_folder import removed_if_empty, result_folder
         from embodied_rl.runs import checkpoint_at, moved
 
         chosen, *rest = words or [named_policy or ""]
@@ -152,22 +154,26 @@ def evaluate(
             raise typer.Exit(evaluate_from_options(chosen, suite, out, command, options))
         checkpoint, config, faults = checkpoint_at(Path(chosen))
         config, moving_faults = moved(config, rest)
-        if faults := [*faults, *moving_faults] or environment_faults(config, dry_run=False):
+        faults = [*faults, *moving_faults] or environment_faults(config, dry_run=False)
+        place = checkpoint.absolute()
+        run_dir = place.parent.parent if place.parent.name == "checkpoints" else Path()
+        folder, faults = result_folder(out, run_dir / "evaluations" / place.name, faults)
+        if faults:
             refuse(faults, "the evaluation")
         from embodied_rl.evaluate import evaluate_checkpoint
 
-        parent = checkpoint.absolute().parent
-        raise typer.Exit(
-            evaluate_checkpoint(
-                checkpoint,
-                config=config,
-                run_dir=parent.parent if parent.name == "checkpoints" else None,
-                episodes=config.evaluation.final_episodes if episodes is None else episodes,
-                seed=seed,
-                videos=config.evaluation.videos if videos is None else videos,
-                deterministic=config.evaluation.deterministic if stochastic is None else not stochastic,
+        with removed_if_empty(folder):
+            raise typer.Exit(
+                evaluate_checkpoint(
+                    checkpoint,
+                    config=config,
+                    folder=folder,
+                    episodes=config.evaluation.final_episodes if episodes is None else episodes,
+                    seed=seed,
+                    videos=config.evaluation.videos if videos is None else videos,
+                    deterministic=config.evaluation.deterministic if stochastic is None else not stochastic,
+                )
             )
-        )
 
 
 def _useless(context: typer.Context, what: str) -> list[Fault]:

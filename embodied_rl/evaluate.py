@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import math
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,16 @@ def write_record(
     checkpoint: str,
     file: str = FINAL,
 ) -> dict[str, Any]:
-    """Write a file such as `evaluation.json`: every episode, the rates, and the fingerprint of what was evaluated.
+    """Write `record_of` to a file such as `evaluation.json`, and return it."""
+    record = record_of(team, episodes, base_seed, deterministic, checkpoint)
+    write(record, run_dir / file)
+    return record
+
+
+def record_of(
+    team: Any, episodes: Sequence[Episode], base_seed: int, deterministic: bool, checkpoint: str
+) -> dict[str, Any]:
+    """Every episode, the rates, and the fingerprint of what was evaluated.
 
     Args:
         team: whose episodes these are.
@@ -83,10 +91,14 @@ def write_record(
     }
     for key, value in evaluation_metrics(episodes, score, "", bool(config.env.mix)).items():
         record[key.removeprefix("/")] = value
-    temporary = run_dir / f"{file}.tmp"
-    temporary.write_text(json.dumps(record, indent=1))
-    os.replace(temporary, run_dir / file)
     return record
+
+
+def write(record: dict[str, Any], path: Path) -> None:
+    """Write a record whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(record, indent=1))
+    os.replace(temporary, path)
 
 
 def _episode_record(episode: Episode, has_success: bool, of_mix: bool) -> dict[str, Any]:
@@ -152,7 +164,7 @@ def record_videos(
 def evaluate_checkpoint(
     checkpoint: Path,
     config: Config,
-    run_dir: Path | None,
+    folder: Path,
     episodes: int,
     seed: int | None,
     videos: int,
@@ -162,7 +174,7 @@ def evaluate_checkpoint(
 
     Args:
         config: the checkpoint's, but for where its envs are simulated.
-        run_dir: where the record and the videos go (beside the checkpoint's run); a new directory if None.
+        folder: where the record and the videos go.
         seed: first evaluation seed, as an offset; None: the final evaluation's own.
     """
     from embodied_rl.checkpoint import read_manifest
@@ -173,8 +185,6 @@ def evaluate_checkpoint(
 
     manifest = read_manifest(checkpoint)
     base_seed = TEST_SEED if seed is None else seed
-    target = (run_dir or Path(tempfile.mkdtemp(prefix="embodied-rl-eval-"))) / "evaluations" / checkpoint.name
-    target.mkdir(parents=True, exist_ok=True)
     print(f"evaluating {checkpoint} on {config.env.id}: {episodes} episodes", flush=True)
     with (
         reported(None),
@@ -183,10 +193,11 @@ def evaluate_checkpoint(
         team = Team(config, cluster, ("rollout", "env"))
         team.rollout.load_checkpoint(checkpoint.absolute()).wait(config.cluster.timeout_s)
         found = team.evaluate(episodes, base_seed, deterministic)
-        record = write_record(target, team, found, base_seed, deterministic, str(checkpoint))
-        print(describe(record))
-        paths, why_none = record_videos(team, found, videos, target, NullTracker(), manifest.step)
-        print(f"record      {target / 'evaluation.json'}")
+        record = record_of(team, found, base_seed, deterministic, str(checkpoint))
+        print(describe(record), flush=True)
+        write(record, folder / FINAL)
+        print(f"record      {folder / FINAL}", flush=True)
+        paths, why_none = record_videos(team, found, videos, folder, NullTracker(), manifest.step)
         for path in paths:
             print(f"video       {path}")
         if why_none:

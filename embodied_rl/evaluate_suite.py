@@ -11,9 +11,10 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,6 +25,8 @@ from embodied_rl.episode_queue import EpisodeQueue, Key
 from embodied_rl.faults import Fault, any_of
 from embodied_rl.progress import TrainProgress
 from embodied_rl.protocols import PROTOCOLS, Protocol
+from embodied_rl.result_folder import removed_if_empty, result_folder
+from embodied_rl.runs import numbered
 from embodied_rl.suite_policies import SCRIPTED, SuitePolicy, make_policy
 from embodied_rl.tracking import Tracker, WandbMode
 from envs import libero_rendering, libero_suites
@@ -91,8 +94,8 @@ class SuiteEpisode:
         return f"{self.suite}_{self.task}_{self.trial}"
 
 
-def suite_faults(run: SuiteRun, out: Path) -> list[Fault]:
-    """Everything that keeps the evaluation from starting."""
+def suite_faults(run: SuiteRun) -> list[Fault]:
+    """Everything that keeps the evaluation from starting, wherever its result goes."""
     faults = []
     if run.protocol not in PROTOCOLS:
         nearest = libero_suites.near(run.protocol, PROTOCOLS)
@@ -120,11 +123,21 @@ def suite_faults(run: SuiteRun, out: Path) -> list[Fault]:
         faults.append(Fault("policy", run.policy, libero_rendering.NO_RENDERER))
     if needs_images:
         faults += _policy_faults(run.policy)
-    if (out / EPISODES).exists() and not run.resume:
-        faults.append(Fault("--out", str(out), "already holds an evaluation", "add --resume to go on with it"))
-    if run.resume and not (out / FINGERPRINT).exists():
-        faults.append(Fault("--resume", None, f"nothing to resume: {out} holds no evaluation"))
     return faults
+
+
+def suite_folder(out: Path | None, default: Path, resume: bool, faults: list[Fault]) -> tuple[Path, list[Fault]]:
+    """The folder of the evaluation, and all faults: a new one as `result_folder` makes it, or the one to go on with,
+    which without `out` is the newest of those called like `default`."""
+    if resume:
+        known = [folder for folder in numbered(default) if (folder / FINGERPRINT).exists()]
+        folder = out or (known[-1] if known else default)
+        if not (folder / FINGERPRINT).exists():
+            faults = [*faults, Fault("--resume", None, f"nothing to resume: {folder} holds no evaluation")]
+        return folder, faults
+    if out is not None and (out / FINGERPRINT).exists():
+        return out, [*faults, Fault("--out", str(out), "already holds an evaluation", "add --resume to go on with it")]
+    return result_folder(out, default, faults)
 
 
 def _policy_faults(policy: str) -> list[Fault]:
@@ -200,11 +213,13 @@ def evaluate_from_options(policy: str, suites: str, out: Path | None, command: s
         faults.append(Fault("--tasks", given.pop("tasks"), "expected numbers separated by commas", "such as 0,3"))
     exported = Path(policy, "pretrained")  # what a run that trains OpenVLA leaves
     run = SuiteRun(str(exported) if exported.is_dir() else policy, chosen, **given)
-    out = out or Path("evaluations", "_".join([Path(policy).name, *suites.split(","), run.protocol]))
-    if faults := [*faults, *suite_faults(run, out)]:
+    default = Path("evaluations", "_".join([Path(policy).name, *suites.split(","), run.protocol]))
+    folder, faults = suite_folder(out, default, run.resume, [*faults, *suite_faults(run)])
+    if faults:
         print_faults(faults, "the evaluation")
         return 2
-    return evaluate_suites(run, out, command)
+    with removed_if_empty(folder):
+        return evaluate_suites(run, folder, command if out else f"{command} {shlex.join(['--out', str(folder)])}")
 
 
 def env_settings(run: SuiteRun, suite: str, policy: SuitePolicy | None = None) -> EnvSettings:
@@ -259,10 +274,23 @@ def keep_fingerprint(out: Path, fingerprints: dict[str, Any], resume: bool) -> N
     path = out / FINGERPRINT
     stored = json.loads(path.read_text()) if resume and path.exists() else {}
     for suite, own in fingerprints.items():
-        differing = [key for key in own if own[key] != stored.get(suite, own)[key]]
-        if differing:
-            raise ValueError(f"{out} is an evaluation with another {', '.join(differing)}; choose another --out")
+        if differing := _differences(stored.get(suite, own), own):
+            raise ValueError(f"{out} is an evaluation with {', '.join(differing)}; choose another --out")
     _write(path, json.dumps({**stored, **fingerprints}, indent=1))
+
+
+def _differences(stored: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """In which options a fingerprint is another one, or where they are the same, in which of its keys."""
+    shown: list[Callable[[dict[str, Any]], str]] = [
+        lambda one: f"the policy {one['policy']['name']}",
+        lambda one: f"--protocol {one['protocol']['name']}",
+        lambda one: f"--trials {one['protocol']['trials']}",
+        lambda one: "--deterministic" if one["protocol"]["temperature"] is None else "--stochastic",
+        lambda one: f"--tasks {','.join(map(str, one['tasks']))}",
+        lambda one: f"--seed {one['seed']}",
+    ]
+    options = [f"{show(stored)}, not {show(own)}" for show in shown if show(stored) != show(own)]
+    return options or [f"another {key}" for key in own if own[key] != stored[key]]
 
 
 def read_episodes(out: Path) -> list[SuiteEpisode]:

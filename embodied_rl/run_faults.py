@@ -33,7 +33,7 @@ def run_faults(
         may_change: keys of this kind of run that a resumed one may change, beside MAY_CHANGE.
         more: further checks of a resumed run, given the old values by key, the checkpoint and a hint.
     """
-    if fault := _unwritable(run_dir):
+    if fault := unwritable(run_dir, "run directory", "choose another run_root=..."):
         return [fault]
     if not resume:
         return []
@@ -71,20 +71,25 @@ def _nothing_to_resume(run_dir: Path, skipped: list[str]) -> list[Fault]:
     return [Fault("--resume", None, f"nothing to resume: {run_dir} {what}", candidates)]
 
 
-def _unwritable(run_dir: Path) -> Fault | None:
-    """Creates a file in the run directory and leaves nothing behind: permissions would not tell for root."""
+def unwritable(directory: Path, key: str, hint: str) -> Fault | None:
+    """Creates a file in the directory and leaves nothing behind: permissions would not tell for root.
+
+    Args:
+        key: what the fault is called by.
+        hint: what helps.
+    """
     created: list[Path] = []
     try:
-        for folder in (*reversed(run_dir.parents), run_dir):
+        for folder in (*reversed(directory.parents), directory):
             if not folder.exists():
                 folder.mkdir()
                 created.append(folder)
-        with tempfile.NamedTemporaryFile(dir=run_dir):
+        with tempfile.NamedTemporaryFile(dir=directory):
             return None
     except OSError as error:
-        blocking = next((path for path in (run_dir, *run_dir.parents) if path.is_file()), None)
+        blocking = next((path for path in (directory, *directory.parents) if path.is_file()), None)
         problem = f"{blocking} is a file, not a directory" if blocking else error.strerror or str(error)
-        return Fault("run directory", str(run_dir), f"cannot be written: {problem}", "choose another run_root=...")
+        return Fault(key, str(directory), f"cannot be written: {problem}", hint)
     finally:
         for folder in reversed(created):
             folder.rmdir()

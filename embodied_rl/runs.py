@@ -36,14 +36,14 @@ def choose_run_dir(config: Config, recipe_name: str, resume: bool | str) -> tupl
     root = Path(config.run_root)
     if config.name is not None:
         path = root / config.name
-        if not resume and _is_taken(path):
-            hint = f"add --resume to continue it, or choose another name: {_free(path).name} is free"
+        if not resume and is_taken(path):
+            hint = f"add --resume to continue it, or choose another name: {next_free(path).name} is free"
             return path, [Fault("name", config.name, f"{path} already exists", hint)]
         return path, []
     path = root / recipe_name
     if not resume:
-        return (_free(path) if _is_taken(path) else path), []
-    family = _family(path)
+        return (next_free(path) if is_taken(path) else path), []
+    family = numbered(path)
     return (family[-1] if family else path), []
 
 
@@ -52,6 +52,22 @@ def resume_command(config: Any, run_dir: Path) -> str:
     does = "sft" if hasattr(config, "sft") and config.sft.data else "train"
     place = str(run_dir) if len(run_dir.parts) > 1 else f"./{run_dir}"  # else a recipe may have its name
     return shlex.join(["embodied-rl", does, place, "--resume"])
+
+
+def numbered(path: Path) -> list[Path]:
+    """Existing directories called like `path` with any suffix, in the order of the suffixes."""
+    others = [other for other in path.parent.glob("*") if other.is_dir() and _suffix(path, other)]
+    return sorted(others, key=lambda other: _suffix(path, other))
+
+
+def next_free(path: Path) -> Path:
+    """The next suffix, above all that exist: the highest is always the newest run."""
+    return path.with_name(f"{path.name}-{_suffix(path, numbered(path)[-1]) + 1}")
+
+
+def is_taken(path: Path) -> bool:
+    """Whether it is a directory that holds something."""
+    return path.is_dir() and any(path.iterdir())
 
 
 def runs_in(root: Path) -> list[Path]:
@@ -116,22 +132,7 @@ def not_a_run(path: Path, problem: str) -> Fault:
     return Fault("run", str(path), problem, f"runs: {', '.join(known)}" if known else "")
 
 
-def _family(path: Path) -> list[Path]:
-    """Existing directories called like `path` with any suffix, in the order of the suffixes."""
-    others = [other for other in path.parent.glob("*") if other.is_dir() and _suffix(path, other)]
-    return sorted(others, key=lambda other: _suffix(path, other))
-
-
 def _suffix(path: Path, other: Path) -> int:
     """1 for `path` itself, 2 for the next of its family, 0 for a stranger."""
     match = re.fullmatch(re.escape(path.name) + r"(?:-([1-9]\d*))?", other.name)
     return int(match[1] or 1) if match else 0
-
-
-def _free(path: Path) -> Path:
-    """The next suffix, above all that exist: the highest is always the newest run."""
-    return path.with_name(f"{path.name}-{_suffix(path, _family(path)[-1]) + 1}")
-
-
-def _is_taken(path: Path) -> bool:
-    return path.is_dir() and any(path.iterdir())

@@ -16,10 +16,11 @@ from scheduler.cluster import Cluster
 
 
 def run_benchmark(config: MathConfig, samples: int, temperature: float, out: Path) -> int:
-    """Sample, judge, print the estimates, and write `problems.jsonl` and `result.json` to `out`; the exit code.
+    """Sample, judge, print the estimates, and write `problems.jsonl` and `result.json`; the exit code.
 
     Args:
         samples: completions of each problem; a single one is taken at temperature 0.
+        out: the folder of both, which is there.
     """
     try:
         tokenizer, longest = load_tokenizer(config.model.path), config.data.max_prompt_tokens
@@ -36,16 +37,18 @@ def run_benchmark(config: MathConfig, samples: int, temperature: float, out: Pat
             verdicts = team.verdicts()
             team.close()
         found = evaluate.accuracy(judged)
+        evaluate.show("completions", *evaluate.table(judged, config.evaluation.completions))
+        for name, estimate in found.items():
+            print(f"{name:10} {estimate}")
+        left_out = f"; left out: {loaded.long} too long, {loaded.bad} bad lines" if loaded.long + loaded.bad else ""
+        counted = ", ".join(f"{count} {name}" for name, count in verdicts.items())
+        print(f"{len(judged)} problems{left_out}; {counted}", flush=True)
         evaluate.write(judged, out / "problems.jsonl")
         content = {name: vars(estimate) for name, estimate in found.items()}
         about = {"model": config.model.path, "benchmark": config.data.test, "problems": len(judged)}
         about |= {"samples": samples, "temperature": temperature, "too_long": loaded.long, "bad_lines": loaded.bad}
         (out / "result.json").write_text(json.dumps({**about, "verdicts": verdicts, **content}, indent=1))
-        evaluate.show("completions", *evaluate.table(judged, config.evaluation.completions))
-        for name, estimate in found.items():
-            print(f"{name:10} {estimate}")
-        left_out = f"; left out: {loaded.long} too long, {loaded.bad} bad lines" if loaded.long + loaded.bad else ""
-        print(f"{len(judged)} problems{left_out}; {', '.join(f'{count} {name}' for name, count in verdicts.items())}")
-        print(f"every problem: {out / 'problems.jsonl'}")
+        print(f"result        {out / 'result.json'}")
+        print(f"every problem {out / 'problems.jsonl'}")
         return 0
     return 1

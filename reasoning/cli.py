@@ -11,6 +11,7 @@ import typer
 
 from embodied_rl.faults import Fault, defaulted_keys, print_faults
 from embodied_rl.recipe import recipe_name
+from embodied_rl.result_folder import removed_if_empty, result_folder
 from embodied_rl.run_faults import run_faults
 from embodied_rl.runs import choose_run_dir
 from reasoning.recipe import RECIPES, absences, load_recipe
@@ -60,10 +61,12 @@ def evaluate(words: list[str], benchmark: str, samples: int, temperature: float,
     config, faults = load_recipe(recipe, overrides)
     if samples > 1 and temperature == 0:
         faults.append(Fault("--temperature", 0, "all samples would be equal", "one sample, or a temperature above 0"))
+    default = Path("evaluations") / f"{recipe_name(recipe)}_{recipe_name(Path(benchmark).stem)}"
+    folder, faults = result_folder(out, default, faults)
     if faults:
         print_faults(faults, "the evaluation")
         return 2
     from reasoning.benchmark import run_benchmark
 
-    folder = out or Path("evaluations") / f"{recipe_name(recipe)}_{recipe_name(Path(benchmark).stem)}"
-    return run_benchmark(config, samples, temperature, folder)
+    with removed_if_empty(folder):
+        return run_benchmark(config, samples, temperature, folder)

@@ -283,12 +283,13 @@ def test_a_run_is_evaluated_at_its_newest_checkpoint(started: list[dict[str, Any
     assert run("eval", "runs/mine/")[0] == 0
     assert run("eval", str(checkpoint), "--episodes", "5", "--seed", "3", "--videos", "0", "--stochastic")[0] == 0
     by_run, by_checkpoint = started
-    assert (by_run["checkpoint"], by_run["run_dir"]) == (checkpoint, Path("runs/mine").absolute())
+    folder = Path("runs/mine/evaluations/step_000010").absolute()
+    assert (by_run["checkpoint"], by_run["folder"]) == (checkpoint, folder)
     assert (by_run["episodes"], by_run["videos"], by_run["deterministic"]) == (100, 2, True)
     assert by_checkpoint.pop("config") == load_recipe(PUSH_CUBE, [])[0]
     assert by_checkpoint == {
         "checkpoint": checkpoint,
-        "run_dir": Path("runs/mine").absolute(),
+        "folder": folder,  # the stand-in has left the first one empty, so that it is gone again
         "episodes": 5,
         "seed": 3,
         "videos": 0,

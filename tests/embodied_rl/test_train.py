@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -230,6 +231,26 @@ def test_an_interrupted_run_says_how_to_go_on_and_leaves_no_process(sent: signal
     while alive := [pid for pid in children if Path(f"/proc/{pid}/cmdline").exists() and command_of(pid)]:
         assert time.monotonic() < deadline, f"left behind: {alive}"
         time.sleep(0.1)
+
+
+def test_a_run_that_is_terminated_while_ray_starts_says_how_to_go_on(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    assert process.stdout is not None and process.stdout.readline().startswith("run ")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode == 130 and "Resume with: " in output and "Traceback" not in output, output
+
+
+def test_a_terminated_evaluation_ends_as_by_ctrl_c_and_leaves_no_folder(unbroken: Path) -> None:
+    console_script = str(Path(sys.executable).with_name("embodied-rl"))
+    command = [console_script, "eval", str(unbroken), "--episodes", "100000", "--out", str(unbroken.parent / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_until(lambda: "EnvWorker" in " ".join(c.name() for c in psutil.Process(process.pid).children(True)), process)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode == 130 and output.splitlines()[-1] == "interrupted", output
+    assert not (unbroken.parent / "out").exists()
 
 
 def command_of(pid: int) -> bytes:

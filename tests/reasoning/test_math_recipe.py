@@ -184,6 +184,27 @@ def test_an_evaluation_says_what_cannot_be_read(
     assert told in capsys.readouterr().err
 
 
+def test_benchmarks_of_the_same_name_have_results_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def run_benchmark(config: MathConfig, samples: int, temperature: float, out: Path) -> int:
+        (out / "result.json").write_text(config.data.test)
+        return 0
+
+    monkeypatch.setattr("reasoning.benchmark.run_benchmark", run_benchmark)
+    for name in ("aime/test.jsonl", "math/test.jsonl"):
+        assert cli.evaluate(["tiny_addition"], name, 1, 1.0, None) == 0
+    first, second = (Path("evaluations", f"tiny_addition_test{suffix}") for suffix in ("", "-2"))
+    assert (first / "result.json").read_text() == "aime/test.jsonl"
+    assert (second / "result.json").read_text() == "math/test.jsonl"
+    for out, told in ((first, "is not empty"), (Path("/proc/x"), "cannot be written")):
+        assert cli.evaluate(["tiny_addition"], "math/test.jsonl", 1, 1.0, out) == 2
+        assert f"--out = {out}: {told}" in capsys.readouterr().err
+    assert (first / "result.json").read_text() == "aime/test.jsonl"
+
+
 def test_a_directory_of_problems_is_told_from_a_file_that_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

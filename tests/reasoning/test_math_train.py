@@ -17,6 +17,7 @@ import torch
 
 from embodied_rl.checkpoint import load_checkpoint
 from reasoning import cli
+from reasoning.benchmark import run_benchmark
 from reasoning.recipe import load_recipe
 from reasoning.train import train
 
@@ -110,6 +111,14 @@ def test_evaluation_of_a_run_with_several_completions(
     assert len(problems) == 8 and all(len(problem["answers"]) == 4 for problem in problems)
     shown = capsys.readouterr().out
     assert "reference" in shown and "verdict" in shown
+
+
+def test_accuracy_is_printed_even_where_it_cannot_be_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "problems.jsonl").mkdir()
+    config, _ = load_recipe("tiny_addition", ["data.test_size=4", "cluster.cpu_slots=1"])
+    assert run_benchmark(config, 1, 0.0, tmp_path) == 1
+    shown = capsys.readouterr()
+    assert "pass@1 " in shown.out and "4 problems; " in shown.out and "problems.jsonl" in shown.err
 
 
 def test_it_learns_to_add_from_the_reward_alone(tmp_path: Path) -> None:
