@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -140,6 +141,8 @@ def plan(
 
         words = list(words or [])
         recipe = words.pop(0) if words and _is_recipe(words[0]) else DEFAULT_RECIPE
+        if faults := _picture_faults("--svg", svg):
+            refuse(faults, "planning")
         if kind_of(recipe):
             hint = f"for its own plan: embodied-rl train {recipe} --dry-run"
             refuse([Fault("recipe", recipe, "`plan` takes the recipes of envs", hint)], "planning")
@@ -227,18 +230,24 @@ def report(
 ) -> None:
     """Write report.html of a run."""
     with interruptible():
+        from embodied_rl.faults import Fault
         from embodied_rl.report import write_curve, write_report
         from embodied_rl.runs import not_a_run
 
-        if not (run / "metrics.jsonl").is_file():
-            refuse([not_a_run(run, "has no metrics.jsonl")], "the report")
+        faults = [] if (run / "metrics.jsonl").is_file() else [not_a_run(run, "has no metrics.jsonl")]
+        if faults := [*faults, *_picture_faults("--curve", curve)]:
+            refuse(faults, "the report")
         try:
             typer.echo(write_report(run))
-            if curve is not None:
-                write_curve([run], curve)
-                typer.echo(curve)
         except ValueError as error:
             refuse([not_a_run(run, str(error))], "the report")
+        except OSError as error:
+            refuse([Fault("run", str(run), str(error))], "the report")
+        if curve is not None:
+            try:
+                typer.echo(write_curve([run], curve))
+            except (ValueError, OSError) as error:
+                refuse([Fault("--curve", str(curve), str(error))], "the curve")
 
 
 @app.command()
@@ -329,6 +338,19 @@ def _prepared(
         print_dry_run(config, run_dir, resume, needed)
         raise typer.Exit()
     return config, run_dir
+
+
+def _picture_faults(option: str, path: Path | None) -> list[Fault]:
+    """What keeps a picture from being written to `path`, if one was asked for."""
+    from embodied_rl.faults import Fault
+    from embodied_rl.run_faults import unwritable
+
+    if path is None:
+        return []
+    if path.suffix.lower() != ".svg" or path.is_dir():
+        return [Fault(option, str(path), "expected the path of a file that ends in .svg")]
+    fault = unwritable(path.absolute().parent, option, "choose another place")
+    return [replace(fault, value=str(path))] if fault else []
 
 
 def _is_recipe(word: str) -> bool:

@@ -128,16 +128,21 @@ def evaluate(
 
         chosen, *rest = words or [named_policy or ""]
         if not chosen:
-            fault = Fault("policy", None, "no policy was named", "name a run, a checkpoint, a recipe, expert or random")
-            refuse([fault], "the evaluation")
+            hint = (
+                "name a run or a checkpoint; with --suite, expert, random or a preset such as openvla-tiny; "
+                "with --benchmark, a recipe of a language model"
+            )
+            refuse([Fault("policy", None, "no policy was named", hint)], "the evaluation")
         kind = None if suite else kind_of(chosen)
         if kind is not None and benchmark is None:
             refuse(
                 [Fault("--benchmark", None, "a language model is evaluated on one", "name a file")], "the evaluation"
             )
         if kind is None and suite is None and benchmark is not None:
-            problem = "only language models are evaluated on a benchmark"
-            refuse([Fault("policy", chosen, problem, "see `embodied-rl recipes`")], "the evaluation")
+            problem = "only a run or a recipe of a language model is evaluated on a benchmark"
+            is_model = Path(chosen, "config.json").is_file()
+            hint = f"name one, and model.path={chosen}" if is_model else "see `embodied-rl recipes`"
+            refuse([Fault("policy", chosen, problem, hint)], "the evaluation")
         if faults := _useless(context, "a suite" if suite else "a benchmark" if kind else "a run"):
             refuse(faults, "the evaluation")
         if kind is not None and benchmark is not None:
@@ -152,6 +157,8 @@ def evaluate(
             options |= {"videos": videos, "stochastic": stochastic, "resume": resume, "wandb": wandb}
             command = shlex.join(["embodied-rl", *sys.argv[1:], *([] if resume else ["--resume"])])
             raise typer.Exit(evaluate_from_options(chosen, suite, out, command, options))
+        if fault := _not_trained(chosen):
+            refuse([fault], "the evaluation")
         checkpoint, config, faults = checkpoint_at(Path(chosen))
         config, moving_faults = moved(config, rest)
         faults = [*faults, *moving_faults] or environment_faults(config, dry_run=False)
@@ -174,6 +181,21 @@ def evaluate(
                     deterministic=config.evaluation.deterministic if stochastic is None else not stochastic,
                 )
             )
+
+
+def _not_trained(name: str) -> Fault | None:
+    """A policy that is no run, and so has no env of its own; None: another word, or a directory of this name."""
+    from embodied_rl.faults import Fault
+    from embodied_rl.recipe import EMBODIED
+    from embodied_rl.suite_policies import SCRIPTED
+
+    if Path(name).exists():
+        return None
+    if name in SCRIPTED or name.startswith("openvla-"):
+        return Fault("policy", name, "is evaluated on LIBERO's suites", "name one: --suite libero_spatial")
+    if name in EMBODIED.names():
+        return Fault("policy", name, "is a recipe; what is evaluated is a run of it", f"such as runs/{name}")
+    return None
 
 
 def _useless(context: typer.Context, what: str) -> list[Fault]:

@@ -115,6 +115,7 @@ def print_plan(
         console.print()
         console.print(str(compare(flow, profile, sets, items)))
     if svg is not None:
+        svg.parent.mkdir(parents=True, exist_ok=True)
         svg.write_text(plan.gantt_svg())
         console.print(f"picture          {svg}")
     return plan

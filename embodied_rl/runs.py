@@ -85,9 +85,15 @@ def checkpoint_at(path: Path) -> tuple[Path, Config, list[Fault]]:
         usable, skipped = (best, []) if best is not None and not problems(best) else latest_checkpoint(path)
         for warning in skipped:
             logger.warning(warning)
-        found, faults = usable or path, [] if usable else [Fault("run", str(path), "no usable checkpoint")]
+        found, faults = usable or path, [] if usable else [_without_checkpoint(path)]
     elif not path.is_dir():
-        faults = [not_a_run(path, "no such directory")]
+        faults = [not_a_run(path, "is a file, not a directory" if path.exists() else "no such directory")]
+    elif (path / "config.yaml").is_file() or not is_taken(path):
+        faults = [_without_checkpoint(path)]
+    elif (path / "config.json").is_file() and not (path / "manifest.json").exists():
+        whose = path.parent if (path.parent / "checkpoints").is_dir() else "the run that wrote it"
+        hint = f"give {whose}; OpenVLA is evaluated as it is here by `embodied-rl eval {path} --suite libero_spatial`"
+        faults = [Fault("checkpoint", str(path), "is a model for use elsewhere, which knows no env", hint)]
     else:
         faults = [Fault("checkpoint", str(path), problem) for problem in problems(path)]
     if faults:
@@ -124,6 +130,13 @@ def kept(key: str, value: Any, may_change: tuple[str, ...]) -> Any:
     section = key.rpartition(".")[0]
     stays = lambda share: {name: share[name] for name in share if not f"{section}.{name}".startswith(may_change)}  # noqa: E731
     return [stays(share) if isinstance(share, dict) else share for share in value]
+
+
+def _without_checkpoint(path: Path) -> Fault:
+    if any((path / "checkpoints").glob("step_*")):
+        return Fault("run", str(path), "no usable checkpoint")
+    hint = "a run saves one every train.checkpoint_every iterations, and at its end"
+    return Fault("run", str(path), "has no checkpoint yet", hint)
 
 
 def not_a_run(path: Path, problem: str) -> Fault:

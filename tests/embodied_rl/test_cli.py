@@ -1,8 +1,11 @@
 """The command `embodied-rl`: bad input is answered at once and before anything starts."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 import yaml
 from typer.testing import CliRunner
 
 from embodied_rl import cli
 from embodied_rl.checkpoint import save_checkpoint
+from embodied_rl.cli_ends import interruptible
 from embodied_rl.config import Config
 from embodied_rl.recipe import EMBODIED, load_recipe
 from embodied_rl.schema import all_keys
@@ -370,8 +375,79 @@ def test_what_is_no_checkpoint_is_not_evaluated(
     assert answer in err
 
 
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("random", "is evaluated on LIBERO's suites name one: --suite libero_spatial"),
+        ("expert", "is evaluated on LIBERO's suites"),
+        ("openvla-tiny", "is evaluated on LIBERO's suites"),
+        ("cartpole_ppo", "is a recipe; what is evaluated is a run of it such as runs/cartpole_ppo"),
+        ("tiny_addition", "--benchmark: a language model is evaluated on one"),
+        ("", "name a run or a checkpoint; with --suite, expert, random"),
+    ],
+)
+def test_a_policy_that_is_no_run_is_told_the_option_that_it_needs(word: str, answer: str) -> None:
+    code, _, err = run_process("eval", *([word] if word else []))
+    assert code == 2 and answer in " ".join(err.split())
+
+
+def test_a_model_on_a_benchmark_is_told_how_it_is_named() -> None:
+    Path("pretrained").mkdir()
+    Path("pretrained", "config.json").touch()
+    for word, hint in (("pretrained", "name one, and model.path=pretrained"), ("random", "see `embodied-rl recipes`")):
+        code, _, err = run("eval", word, "--benchmark", "f.jsonl")
+        assert code == 2 and "only a run or a recipe of a language model" in err and hint in err
+
+
+def test_an_evaluation_that_could_not_be_kept_is_not_begun(started: list[dict[str, Any]]) -> None:
+    checkpoint = save(Path("runs/mine"))
+    code, _, err = run("eval", "runs/mine", "--out", "/proc/x")
+    assert (code, started) == (2, []) and "--out = /proc/x: cannot be written" in err
+    assert run("eval", "runs/mine", "--out", "mine")[0] == 0
+    elsewhere = checkpoint.rename("copied")
+    assert run("eval", str(elsewhere))[0] == 0
+    assert [call["folder"] for call in started] == [Path("mine"), Path("evaluations/copied")]
+
+
+def test_sigterm_ends_every_command_as_ctrl_c_does(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(typer.Exit) as ended, interruptible():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    assert ended.value.exit_code == 130 and "interrupted" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_report_of_no_run_is_refused() -> None:
     save(Path("runs/mine"))
     code, _, err = run("report", "runs/mini")
     assert code == 2
     assert "runs/mine" in err
+
+
+@pytest.fixture
+def reported_run() -> Path:
+    save(Path("runs/mine"))
+    (Path("runs/mine") / "metrics.jsonl").write_text(json.dumps({"step": 1, "env_steps": 8, "rollout/return": 1.0}))
+    return Path("runs/mine")
+
+
+def test_a_curve_that_cannot_be_drawn_is_told_by_that_name(reported_run: Path) -> None:
+    for curve, problem in (("/proc/x.svg", "cannot be written"), ("x.png", "ends in .svg"), (".", "ends in .svg")):
+        code, out, err = run("report", str(reported_run), "--curve", curve)
+        assert (code, out) == (2, "") and f"--curve = {curve}: " in err and problem in err
+        assert "the report was not started" in err and "runs:" not in err
+    code, out, err = run("report", str(reported_run), "--curve", "x.svg")
+    assert code == 2 and "report.html" in out
+    assert "the curve was not started" in err and "has no success rates to draw" in err and "runs:" not in err
+
+
+def test_a_report_that_cannot_be_written_is_a_fault(reported_run: Path) -> None:
+    (reported_run / ".report.html.partial").mkdir()
+    code, _, err = run("report", str(reported_run))
+    assert code == 2 and "report.html.partial" in err
+
+
+def test_a_plan_that_cannot_be_drawn_is_not_made() -> None:
+    code, out, err = run("plan", "cartpole_ppo", "--svg", "/proc/x.svg")
+    assert (code, out) == (2, "") and "--svg = /proc/x.svg: cannot be written" in err

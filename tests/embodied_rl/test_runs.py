@@ -110,15 +110,25 @@ def test_the_envs_of_a_mix_are_elsewhere_by_its_shares() -> None:
 @pytest.mark.parametrize("command", ["eval", "serve-policy"])
 def test_what_is_no_checkpoint_is_refused_by_every_command_that_needs_one(tmp_path: Path, command: str) -> None:
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "folder").mkdir()
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.yaml").write_text("seed: 0\n")
+    (tmp_path / "folder" / "sub").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    exported = tmp_path / "empty" / "pretrained"
+    exported.mkdir()
+    (exported / "config.json").write_text("{}")
     later = save(tmp_path / "later", 1, {"algorithm": {"kind": "of tomorrow"}})
     for path, says in (
         (tmp_path / "nowhere", "no such directory"),
-        (tmp_path / "empty", "no usable checkpoint"),
+        (tmp_path / "empty", "has no checkpoint yet"),
+        (tmp_path / "begun", "has no checkpoint yet"),
+        (tmp_path / "folder" / "sub", "has no checkpoint yet"),
+        (tmp_path / "file", "is a file, not a directory"),
+        (exported, f"knows no env give {tmp_path / 'empty'}; OpenVLA is evaluated as it is here by `embodied-rl eval"),
         (tmp_path / "folder", "no manifest.json"),
         (later, "its configuration is not one of this version: algorithm.kind"),
     ):
         told = CliRunner().invoke(app, [command, str(path)])
-        assert told.exit_code == 2 and says in told.stderr, told.output
+        assert told.exit_code == 2 and says in " ".join(told.stderr.split()), told.output
     told = CliRunner().invoke(app, [command, "tiny_addition"])
     assert told.exit_code == 2 and "a language model" in told.stderr
