@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from embodied_rl.cli_ends import refuse
+from embodied_rl.cli_ends import interruptible, refuse
 
 
 def add_serve_commands(app: typer.Typer) -> None:
@@ -66,30 +67,36 @@ def serve_policy(
 
     For example: embodied-rl serve-policy runs/maniskill_pushcube_ppo
     """
-    import asyncio
+    with interruptible():
+        import asyncio
 
-    from embodied_rl.faults import Fault
-    from embodied_rl.kinds import kind_of
-    from embodied_rl.policy_server import ServedPolicy, run_policy_server
-    from embodied_rl.runs import checkpoint_at
-    from envs.address import require_safe
-    from envs.wire import read_token
+        from embodied_rl.faults import Fault
+        from embodied_rl.kinds import kind_of
+        from embodied_rl.policy_server import ServedPolicy, run_policy_server
+        from embodied_rl.runs import checkpoint_at
+        from envs.address import require_safe
+        from envs.wire import read_token
 
-    if kind_of(str(run)) is not None:
-        faults = [Fault("run", str(run), "it trains a language model; served are policies that act in envs")]
-    else:
-        checkpoint, _, faults = checkpoint_at(run)
-    if faults:
-        refuse(faults, "the server")
-    host, _, port = bind.rpartition(":")
-    try:
-        token = read_token(str(token_file)) if token_file else None
-        require_safe(f"tcp://{bind}", token)
-        policy = ServedPolicy(checkpoint)
-        say = lambda port: typer.echo(f"serving {checkpoint} on ws://{host}:{port}")  # noqa: E731
-        asyncio.run(run_policy_server(policy, host, 0 if port == "*" else int(port), token, say))
-    except (ValueError, OSError) as error:
-        typer.echo(error, err=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        faults = []
+        address = re.fullmatch(r"(?P<host>[^/:]+|\[[^/\]]+\]):(?P<port>\d+|\*)", bind)
+        if address is None or (address["port"] != "*" and int(address["port"]) >= 2**16):
+            hint = "a name or number of this machine, such as 127.0.0.1:8000, [::1]:8000 or 127.0.0.1:*"
+            faults.append(Fault("--bind", bind, "expected HOST:PORT", hint))
+        if kind_of(str(run)) is not None:
+            problem = "it trains a language model; served are policies that act in envs"
+            faults.append(Fault("run", str(run), problem))
+        else:
+            checkpoint, _, found = checkpoint_at(run)
+            faults += found
+        if faults or address is None:
+            refuse(faults, "the server")
+        host, port = address["host"], 0 if address["port"] == "*" else int(address["port"])
+        try:
+            token = read_token(str(token_file)) if token_file else None
+            require_safe(f"tcp://{bind}", token)
+            policy = ServedPolicy(checkpoint)
+            say = lambda port: typer.echo(f"serving {checkpoint} on ws://{host}:{port}")  # noqa: E731
+            asyncio.run(run_policy_server(policy, host, port, token, say))
+        except (ValueError, OSError) as error:
+            typer.echo(error, err=True)
+            raise typer.Exit(1) from None

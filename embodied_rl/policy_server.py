@@ -94,7 +94,10 @@ def read_observation(request: dict[str, Any], spec: EnvSpec) -> tuple[dict[str, 
             raise ValueError(f"{key} has shape {array.shape}; expected {shape}, or with one more dimension in front")
         if dtype is np.uint8 and array.dtype != np.uint8:
             raise ValueError(f"{key} is {array.dtype}; expected uint8, from 0 to 255")
-        observation[key] = array.astype(dtype, copy=False).reshape(-1, *shape)
+        with np.errstate(over="ignore"):  # told below
+            observation[key] = array.astype(dtype, copy=False).reshape(-1, *shape)
+        if not np.isfinite(observation[key]).all():
+            raise ValueError(f"{key} holds values that are not finite")
     is_single = all(np.ndim(given[key]) == len(shape) for key, (shape, _) in expected.items())
     count = len(next(iter(observation.values())))
     said = given.get("instruction", spec.instruction)

@@ -132,6 +132,23 @@ def test_pictures_are_put_together_as_the_envs_cameras() -> None:
             read_observation(lacking, spec)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+def test_values_that_are_not_finite_are_refused(value: float, port: int) -> None:
+    client = PolicyClient(f"ws://127.0.0.1:{port}", TOKEN)
+    with pytest.raises(RuntimeError, match="state holds values that are not finite"):
+        client.infer({"state": np.array([0.0, value, 0.0, 0.0])})
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "bind", ["tcp://127.0.0.1:8056", "foo", ":8000", "127.0.0.1:http", "127.0.0.1:65536", "::1:80"]
+)
+def test_an_address_that_is_none_is_refused_in_the_words_of_the_help(checkpoint: Path, bind: str) -> None:
+    told = CliRunner().invoke(app, ["serve-policy", str(checkpoint), "--bind", bind])
+    assert told.exit_code == 2 and f"--bind = {bind}: expected HOST:PORT" in told.stderr, told.output
+    assert "such as 127.0.0.1:8000" in told.stderr and "ipc://" not in told.stderr
+
+
 def test_an_address_may_be_of_ipv6(checkpoint: Path) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
