@@ -136,7 +136,7 @@ class _Reading(Generic[Model]):
                 return fail("a directory without config.yaml, so not a run")
             close = difflib.get_close_matches(path.stem, names, n=3, cutoff=0.4)
             what = "no such file" if self.recipes.is_path(recipe) else "no such recipe"
-            return fail(what, f"nearest recipes: {any_of(close)}" if close else f"recipes: {any_of(names)}")
+            return fail(what, f"nearest recipes: {any_of(close)}" if close else "see `embodied-rl recipes`")
         try:
             data = self._parse_yaml(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:

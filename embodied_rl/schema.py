@@ -94,14 +94,16 @@ def expectation(spec: dict[str, Any]) -> str:
 
 
 def nearest_keys(name: str, model: type[Section] = Config) -> list[str]:
-    """Up to two existing keys that an unknown one may have meant; those of other sections count too."""
+    """Up to two existing keys that an unknown one may have meant; those of other sections count too, where the section
+    is none or their last name is almost the one given."""
     section, _, leaf = name.rpartition(".")
+    is_section = section in sections(model)
     scores = {}
     for key in all_keys(model):
         key_section, _, key_leaf = key.rpartition(".")
         alike = difflib.SequenceMatcher(None, leaf.lower(), key_leaf).ratio()
         whole = difflib.SequenceMatcher(None, section.lower(), key_section).ratio() if section else 0.5
-        scores[key] = alike + 0.2 * whole
+        scores[key] = alike + 0.2 * whole if key_section == section or not is_section or alike > 0.8 else 0.0
     ranked = sorted(scores, key=lambda key: -scores[key])
     best = scores[ranked[0]]
     return [key for key in ranked[:2] if scores[key] >= 0.65 and scores[key] >= best - 0.1]

@@ -12,6 +12,7 @@ import netrc
 import os
 import queue
 import secrets
+import shlex
 import sys
 import threading
 from collections.abc import Callable
@@ -75,7 +76,7 @@ def api_key_known() -> bool:
 
 
 def sync_command(run_dir: Path) -> str:
-    return f"wandb sync {run_dir / 'wandb'}/offline-run-*"
+    return f"wandb sync {shlex.quote(str(run_dir / 'wandb'))}/offline-run-*"
 
 
 def notify(message: str) -> None:

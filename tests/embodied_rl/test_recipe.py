@@ -84,6 +84,14 @@ def test_an_unknown_key_is_answered_with_the_nearest_of_all_sections(given: str,
     assert (fault.problem, fault.hint) == ("no such key", f"nearest key: {nearest}")
 
 
+def test_a_key_of_a_section_is_not_taken_for_one_of_another_that_is_hardly_like_it() -> None:
+    assert faults_of("env.nope=1")["env.nope"].hint == "see `embodied-rl keys`"  # sft.noise is not meant
+
+
+def test_a_file_that_is_not_there_is_answered_with_where_all_recipes_are_listed() -> None:
+    assert faults_of(recipe="nope.yaml")["recipe"].hint == "see `embodied-rl recipes`"  # those of language models too
+
+
 def test_an_unknown_key_in_a_recipe_is_found_too(recipe_file: Callable[[str], str]) -> None:
     assert faults_of(recipe=recipe_file("env:\n  num_env: 9\n"))["env.num_env"].hint == "nearest key: env.num_envs"
 

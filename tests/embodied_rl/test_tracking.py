@@ -15,7 +15,7 @@ import torch
 
 from embodied_rl import tracking_wandb
 from embodied_rl.tracking import NullTracker, Tracker, read_metrics
-from embodied_rl.tracking_wandb import api_key_known, resolve_mode
+from embodied_rl.tracking_wandb import api_key_known, resolve_mode, sync_command
 
 CONFIG = {"seed": 3, "env": {"id": "PushCube-v1"}}
 
@@ -178,6 +178,7 @@ def test_auto_without_a_key_is_offline_and_says_how_to_upload(
     assert resolve_mode("auto", tmp_path) == "offline"
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"wandb sync {tmp_path}/wandb/offline-run-*" in said
+    assert sync_command(Path("my runs/a")) == "wandb sync 'my runs/a/wandb'/offline-run-*"
 
 
 def test_auto_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
