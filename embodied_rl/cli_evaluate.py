@@ -167,9 +167,9 @@ def evaluate(
         folder, faults = result_folder(out, run_dir / "evaluations" / place.name, faults)
         if faults:
             refuse(faults, "the evaluation")
-        from embodied_rl.evaluate import evaluate_checkpoint
-
         with removed_if_empty(folder):
+            from embodied_rl.evaluate import evaluate_checkpoint
+
             raise typer.Exit(
                 evaluate_checkpoint(
                     checkpoint,

@@ -66,7 +66,7 @@ def evaluate(words: list[str], benchmark: str, samples: int, temperature: float,
     if faults:
         print_faults(faults, "the evaluation")
         return 2
-    from reasoning.benchmark import run_benchmark
-
     with removed_if_empty(folder):
+        from reasoning.benchmark import run_benchmark
+
         return run_benchmark(config, samples, temperature, folder)

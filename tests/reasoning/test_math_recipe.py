@@ -205,6 +205,15 @@ def test_benchmarks_of_the_same_name_have_results_of_their_own(
     assert (first / "result.json").read_text() == "aime/test.jsonl"
 
 
+def test_an_evaluation_that_ends_while_it_is_loaded_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning.benchmark", None)  # its import raises, as a signal meanwhile would
+    with pytest.raises(ImportError):
+        cli.evaluate(["tiny_addition"], "digits:1", 1, 1.0, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_directory_of_problems_is_told_from_a_file_that_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
