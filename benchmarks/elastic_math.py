@@ -15,6 +15,7 @@ import statistics
 
 from reasoning.config import MathConfig, with_preset
 from reasoning.data import Problem
+from reasoning.flows import ELASTIC_CALLS
 from reasoning.samples import Prompt
 from reasoning.team import MathTeam
 from scheduler.cluster import Cluster
@@ -31,6 +32,7 @@ def config(elastic: bool, prompts: int) -> MathConfig:
     content = {
         "placement": PLACEMENT,
         "model": {"path": "tiny"},
+        "reward": {"functions": {"format": 1.0}},  # comparing a random model's answers would cost more than all else
         "sampling": {"prompts": prompts, "group_size": 4, "max_new_tokens": 200, "max_rows": 32},
         "algorithm": {"name": "grpo", "lr": 1e-9, "elastic": elastic},
         "cluster": {"cpu_slots": 2},
@@ -43,12 +45,12 @@ def simulated(done: list[Iteration], prompts: int) -> float:
     groups = {name: PlannedGroup(name) for name in ("sampler", "judge", "actor")}
     flow = Flow("elastic")
     scored = flow.stage(groups["judge"].score, flow.stage(groups["sampler"].generate, flow.source("prompts")))
-    flow.stage(groups["actor"].accumulate, scored)
+    flow.stage(groups["actor"].accumulate, scored, granularity=max(1, prompts // ELASTIC_CALLS))
     profile = Profile()
     for stage in flow.calls():
         for iteration in done:
             samples = [sample for sample in iteration.samples if sample.stage == stage]
-            seconds = sum(sample.seconds for sample in samples) / prompts
+            seconds = statistics.fmean(sample.seconds / sample.items for sample in samples)
             laps = tuple(lap for sample in samples for lap in sample.durations)
             profile.add(Sample(stage, 1, 1, seconds, durations=laps))
     profile.overhead_s = statistics.median(iteration.overhead_s for iteration in done)
