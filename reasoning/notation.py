@@ -28,7 +28,7 @@ _COMMANDS = {  # by one name
     r"\\lbrace(?![a-z])": r"\\{",
     r"\\rbrace(?![a-z])": r"\\}",
     r"\\varnothing": r"\\emptyset",
-    r"\+/?-(?=\s*[\d\\])": r"\\pm ",
+    r"\+/-(?=\s*[\d\\])": r"\\pm ",  # 3+-2 is 1
     r"(?<=\d)\s*[xX]\s*(?=10\s*\^)": r" \\times ",
 }
 

@@ -2,18 +2,12 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
 
 import pytest
+from new_process import in_new_process
 
 from embodied_rl import doctor
 from embodied_rl.doctor import Check
-
-
-def in_new_process(code: str) -> str:
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_import_loads_no_heavy_package() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from new_process import in_new_process
 
 from embodied_rl import vulkan
 from embodied_rl.vulkan import VulkanDevice, VulkanProbe
@@ -22,11 +23,6 @@ GPU: Old card: second edition
   Present:   1
   cudaId:    0
 """
-
-
-def in_new_process(code: str) -> str:
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @needs_sapien
