@@ -100,9 +100,13 @@ class Channel:
             messages.append(reply[1 : 1 + count])
             reply = reply[1 + count :]
         self._record("wait for", start, messages)
+        items: list[Any] = []
         try:
-            items = [transport.unpack(frames) for frames in messages]
+            for frames in messages:
+                items.append(transport.unpack(frames))
         except Exception as error:
+            for frames in messages[len(items) + 1 :]:
+                transport.discard(frames)
             lost = f"{this_process.name} could not read a message of channel '{self.name}': {error}"
             self.close(ChannelBroken(lost))
             raise ChannelBroken(lost) from error

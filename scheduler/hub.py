@@ -155,7 +155,7 @@ class Hub:
         else:  # stop, fail_all
             error = frames[0] if frames else b""
             for state in self._channels.values():
-                self._close(state, error)
+                self._close(state, error, drop=bool(error) or verb == b"stop")
             for waiting in self._leases.cancel_all():
                 self._reply(waiting.ticket, [b"failed", error])
             if verb == b"fail_all" and frames[1]:
@@ -244,7 +244,7 @@ class Hub:
         elif verb == b"size":
             self._reply(ticket, [b"ok", msgpack.packb(len(queue.items))])
         else:  # close
-            self._close(state, frames[1])
+            self._close(state, frames[1], drop=bool(frames[1]))
             self._reply(ticket, [b"ok"])
         if not (queue.items or queue.putters or queue.getters):
             state.queues.pop(key, None)
@@ -281,10 +281,11 @@ class Hub:
             state.taken[getter.ticket[0]] += sum(item.weight for item in taken)
         return True
 
-    def _close(self, state: _State, error: bytes) -> None:
+    def _close(self, state: _State, error: bytes, drop: bool) -> None:
+        """Take no more items; `drop` those that are queued: an error overtakes them, its readers must not wait."""
         state.closed, state.error = True, state.error or error
         for queue in state.queues.values():
-            if error:  # an error overtakes what was queued: its readers must not wait for the rest
+            if drop:
                 while queue.items:
                     transport.discard(queue.items.popleft().frames)
             while queue.putters:

@@ -7,6 +7,7 @@ different hosts             arrays inside the message, over TCP
 
 `pack` turns an object into frames, `unpack` turns frames back. Large arrays travel out of band (pickle protocol 5),
 so they are never pickled; a shared-memory block is reused as soon as the receiver has dropped the arrays that view it.
+A process that ends waits until what it sent has been received, for `READ_S` at most.
 Tensors arrive without their autograd graph, on the device of the same index as they had, or on the CPU if there is
 none.
 """
@@ -24,6 +25,7 @@ import struct
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -44,6 +46,7 @@ INLINE_BYTES = 16 * 1024  # below this a copy inside the message is cheaper than
 PREFIX = "embodied-rl-arena-"
 ALIGNMENT = 64
 SMALLEST_BLOCK = 1 << 18
+READ_S = 10.0  # how long a process that ends waits for receivers of what it sent, seconds
 HEADER = struct.Struct("q")  # FREE, SENT, or the process id of the receiver that holds the block
 FREE, SENT = -1, 0  # never the other way round: pack_into writes zeros first, and another process may see them
 
@@ -247,6 +250,10 @@ class Block:
         holder = HEADER.unpack_from(self.memory, 0)[0]
         return holder == FREE or (holder > 0 and not _alive(holder))
 
+    def is_on_its_way(self) -> bool:
+        """Whether its message lies in a queue or has not been unpacked yet."""
+        return bool(HEADER.unpack_from(self.memory, 0)[0] == SENT)
+
 
 class Arena:
     """The shared-memory blocks of one sending process."""
@@ -260,7 +267,7 @@ class Arena:
         self._count = itertools.count()
         self._claimed = False
         remove_orphans(self.directory)
-        self.close = weakref.finalize(self, _unlink_all, self.directory, self.prefix, os.getpid())
+        self.close = weakref.finalize(self, _end, self.blocks, self.directory, self.prefix, os.getpid())
 
     def allocate(self, nbytes: int) -> Block | None:
         """A free block with room for `nbytes`, marked as sent; None if shared memory is exhausted."""
@@ -323,7 +330,7 @@ def remove_orphans(directory: Path = Path("/dev/shm")) -> None:
             descriptor = os.open(owner, os.O_RDWR)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _unlink_all(directory, owner.name.removesuffix("-owner"), os.getpid())
+                _unlink_all(directory, owner.name.removesuffix("-owner"))
             finally:
                 os.close(descriptor)
 
@@ -339,10 +346,21 @@ def _claim(owner: Path) -> None:
         os.close(descriptor)  # somebody took it for an orphan before it was locked
 
 
-def _unlink_all(directory: Path, prefix: str, process: int) -> None:
-    if os.getpid() == process:  # a forked child must not remove its parent's
-        for path in directory.glob(f"{prefix}-*"):
-            path.unlink(missing_ok=True)
+def _end(blocks: Sequence[Block], directory: Path, prefix: str, process: int) -> None:
+    """Remove the memory of a process that ends: what was received stays where it is mapped, what was not is lost."""
+    if os.getpid() != process:  # a forked child must not remove its parent's
+        return
+    deadline = time.monotonic() + READ_S
+    try:
+        while any(block.is_on_its_way() for block in blocks) and time.monotonic() < deadline:
+            time.sleep(0.002)
+    finally:
+        _unlink_all(directory, prefix)
+
+
+def _unlink_all(directory: Path, prefix: str) -> None:
+    for path in directory.glob(f"{prefix}-*"):
+        path.unlink(missing_ok=True)
 
 
 def _alive(pid: int) -> bool:

@@ -1,6 +1,7 @@
-"""What tests of channels share: a channel of a hub, and a call in a thread."""
+"""What tests of channels share: a channel of a hub, a call in a thread, and a wait."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,14 @@ from scheduler.transport import Location
 
 def make(hub: Hub, name: str = "c", capacity: int = 16, receivers: tuple[Location, ...] = ()) -> Channel:
     return Channel(name, hub.endpoint, capacity, "env", "actor", receivers, 30.0)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Whether it came true; the limit is a bound for "does not hang" on a busy machine."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 class Background:

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ends import Background, make
+from ends import Background, make, wait_until
 from probes import LARGE, consume, produce, wait_for_items
 
 from scheduler import channel as channels
 from scheduler import connection, transport
-from scheduler.channel import Channel, ChannelClosed, ChannelTimeout, fail_all
+from scheduler.channel import Channel, ChannelBroken, ChannelClosed, ChannelTimeout, fail_all
 from scheduler.connection import Endpoint, HubLost
 from scheduler.hub import Hub
 from scheduler.trace import Trace
@@ -237,14 +237,23 @@ def test_processes_and_threads_get_each_item_once(hub: Hub) -> None:
     assert sorted(i for part in got for i in part) == list(range(300))
 
 
+def test_items_of_a_process_that_has_nothing_more_to_do_arrive(hub: Hub) -> None:
+    channel = make(hub, receivers=(Location("here", -1),))
+    process = SPAWN.Process(target=produce, args=(channel, 0, 3))
+    process.start()
+    assert wait_until(lambda: channel.size() == 3)
+    time.sleep(1.0)  # in which it would end
+    assert [(i, int(array.sum())) for i, array in channel.get(n=3)] == [(i, i * LARGE) for i in range(3)]
+    process.join(30)
+    assert process.exitcode == 0
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_consumer_killed_while_it_waits_takes_nothing(hub: Hub, n: int) -> None:
     channel = make(hub)
     process = SPAWN.Process(target=wait_for_items, args=(channel, n))
     process.start()
-    deadline = time.monotonic() + 60
-    while not hub._channels.get("c") and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert wait_until(lambda: "c" in hub._channels)
     process.kill()
     process.join()
     time.sleep(0.3)  # until the hub's socket has seen it go
@@ -350,13 +359,29 @@ def test_an_error_that_cannot_be_pickled_is_described(hub: Hub) -> None:
         channel.get()
 
 
+def test_the_memory_of_messages_after_one_that_cannot_be_read_is_free(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(tmp_path)
+    monkeypatch.setitem(transport._arenas, os.getpid(), arena)
+    monkeypatch.setattr(transport, "READ_S", 0.0)
+    channel = make(hub, receivers=(Location("here", -1),))
+    for _ in range(3):
+        channel.put(np.zeros(LARGE))
+    arena.blocks[1].path.unlink()
+    with pytest.raises(ChannelBroken, match="the driver could not read a message of channel 'c'"):
+        channel.get(n=3)
+    assert [block.is_free() for block in arena.blocks] == [True, False, True]
+
+
 def test_an_error_drops_messages_whose_memory_has_gone(hub: Hub, tmp_path: Path) -> None:
     channel = make(hub, receivers=(Location("here", -1),))
     arena = Arena(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(transport._arenas, os.getpid(), arena)
+        patch.setattr(transport, "READ_S", 0.0)
         channel.put(np.zeros(LARGE))
-    arena.close()
+        arena.close()
     channel.close(ValueError("broken"))
     with pytest.raises(ValueError, match="broken"):
         channel.get()
@@ -385,6 +410,16 @@ def test_closing_the_hub_releases_whoever_waits() -> None:
     hub.close()
     assert isinstance(waiting.result(), ChannelClosed)
     assert not directory.exists()
+
+
+def test_closing_the_hub_frees_the_memory_of_what_nobody_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(tmp_path)
+    monkeypatch.setitem(transport._arenas, os.getpid(), arena)
+    hub = Hub("here")
+    make(hub, receivers=(Location("here", -1),)).put(np.zeros(LARGE))
+    assert not arena.blocks[0].is_free()
+    hub.close()
+    assert arena.blocks[0].is_free()
 
 
 def test_without_a_hub_a_wait_ends_and_says_so(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from ends import wait_until
 from probes import Probe
 
 from scheduler.cluster import Cluster
@@ -88,15 +88,6 @@ class Driver:
         return [
             path.name for path in Path("/dev/shm").glob("embodied-rl-arena-*") if int(path.name.split("-")[3]) in pids
         ]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = SOON) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:

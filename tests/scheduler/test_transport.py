@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ends import Background
 from probes import LARGE, hold, take_and_give_back
 
 from scheduler import cuda_memory, transport
@@ -38,6 +39,7 @@ def arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
     """An arena of the test's own, in place of the process's."""
     arena = Arena(tmp_path)
     monkeypatch.setitem(transport._arenas, os.getpid(), arena)
+    monkeypatch.setattr(transport, "READ_S", 0.0)
     yield arena
     arena.close()
 
@@ -380,8 +382,9 @@ def run_script(script: str, *args: str) -> str:
 HOLDER = """
 import sys, time, numpy
 from pathlib import Path
-from scheduler.transport import Arena
-arena = Arena(Path(sys.argv[1]))
+from scheduler import transport
+transport.READ_S = 0.1
+arena = transport.Arena(Path(sys.argv[1]))
 arena.allocate(100000)
 print(arena.prefix, flush=True)
 time.sleep(float(sys.argv[2]))
@@ -459,9 +462,9 @@ def test_a_forked_child_that_ends_leaves_its_parents_blocks(tmp_path: Path) -> N
     script = """
 import os, sys
 from pathlib import Path
-from scheduler.transport import Arena
-arena = Arena(Path(sys.argv[1]))
-arena.allocate(100000)
+from scheduler import transport
+arena = transport.Arena(Path(sys.argv[1]))
+transport.HEADER.pack_into(arena.allocate(100000).memory, 0, transport.FREE)
 child = os.fork()
 if child == 0:
     sys.exit(0)
@@ -469,6 +472,18 @@ os.waitpid(child, 0)
 print(len(list(Path(sys.argv[1]).iterdir())))
 """
     assert run_script(script, str(tmp_path)) == "2\n"  # the block, and the mark of its owner
+
+
+def test_a_process_that_ends_waits_until_what_it_sent_is_received(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = pack(np.arange(LARGE), "shared_memory")
+    monkeypatch.setattr(transport, "READ_S", 60.0)
+    ending = Background(arena.close)
+    assert ending.waits
+    received = unpack(frames)
+    assert ending.result() is None
+    np.testing.assert_array_equal(received, np.arange(LARGE))
 
 
 def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
