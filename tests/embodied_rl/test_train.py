@@ -235,8 +235,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_leaves_no_process(sent: signal
 
 def test_a_run_that_is_terminated_while_ray_starts_says_how_to_go_on(tmp_path: Path) -> None:
     process = start(tmp_path)
-    assert process.stdout is not None and process.stdout.readline().startswith("run ")
-    time.sleep(0.5)
+    wait_until(lambda: "gcs_server" in [c.name() for c in psutil.Process(process.pid).children(True)], process)
     process.send_signal(signal.SIGTERM)
     output = finish(process)
     assert process.returncode == 130 and "Resume with: " in output and "Traceback" not in output, output

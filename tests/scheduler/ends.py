@@ -1,5 +1,6 @@
 """What tests of channels share: a channel of a hub, a call in a thread, and a wait."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,11 @@ from scheduler.transport import Location
 
 def make(hub: Hub, name: str = "c", capacity: int = 16, receivers: tuple[Location, ...] = ()) -> Channel:
     return Channel(name, hub.endpoint, capacity, "env", "actor", receivers, 30.0)
+
+
+def descriptors() -> int:
+    """How many files and connections this process has open."""
+    return len(os.listdir("/proc/self/fd"))
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:

@@ -6,9 +6,11 @@ import signal
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ends import wait_until
 
 from scheduler import connection, transport
 from scheduler.channel import Channel
@@ -157,10 +159,11 @@ class Leaser(Worker):
     def __init__(self) -> None:
         self.place = "device"
 
-    def hold(self, seconds: float, timeout: float | None = None, keep: bool | None = None) -> None:
+    def hold(self, until: Path | None = None, timeout: float | None = None, keep: bool | None = None) -> None:
+        """Keep the devices until a file is there."""
         with self.lease(timeout, keep):
             assert self.place == "device"
-            time.sleep(seconds)
+            assert until is None or wait_until(until.exists)
 
     def memory(self) -> str:
         return self.place

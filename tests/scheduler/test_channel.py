@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ends import Background, make, wait_until
+from ends import Background, descriptors, make, wait_until
 from probes import LARGE, consume, produce, wait_for_items
 
 from scheduler import channel as channels
@@ -202,6 +202,8 @@ def test_no_item_is_lost_or_doubled_when_gets_time_out_all_the_time(hub: Hub) ->
 
 def test_an_interrupted_get_takes_nothing_later(hub: Hub) -> None:
     channel = make(hub)
+    channel.size()
+    connected = descriptors()
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
@@ -209,7 +211,8 @@ def test_an_interrupted_get_takes_nothing_later(hub: Hub) -> None:
             channel.get()
     finally:
         signal.signal(signal.SIGALRM, before)
-    time.sleep(0.2)  # until the hub has seen it go
+    wait_until(lambda: descriptors() < connected, 5.0)
+    time.sleep(0.1)  # until the hub has seen the connection go
     channel.put("kept")
     assert channel.get(timeout=5) == "kept"
 
@@ -254,9 +257,11 @@ def test_a_consumer_killed_while_it_waits_takes_nothing(hub: Hub, n: int) -> Non
     process = SPAWN.Process(target=wait_for_items, args=(channel, n))
     process.start()
     assert wait_until(lambda: "c" in hub._channels)
+    connected = descriptors()
     process.kill()
     process.join()
-    time.sleep(0.3)  # until the hub's socket has seen it go
+    wait_until(lambda: descriptors() < connected, 5.0)
+    time.sleep(0.1)  # until the hub has seen the connection go
     for i in range(3):
         channel.put(i)
     assert channel.get(n=3, timeout=10) == [0, 1, 2]

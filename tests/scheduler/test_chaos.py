@@ -105,7 +105,7 @@ def test_leases_survive_kills_without_deadlock_or_leak(hub: Hub) -> None:
     board.stop()
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * WORKERS
     assert board.rounds.sum() >= ROUNDS
-    with lock.lease(range(DEVICES), timeout=2.0):
+    with lock.lease(range(DEVICES), timeout=SOON):
         assert hub._leases._waiting == []
     assert hub._leases._held == {}
     while set(hub._processes.values()) - {os.getpid()} and time.monotonic() < deadline + SOON:

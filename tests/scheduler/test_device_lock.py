@@ -3,13 +3,12 @@
 import os
 import pickle
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ends import wait_until
+from ends import Background, wait_until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -212,6 +211,11 @@ def lock(hub: Hub) -> DeviceLock:
     return DeviceLock(hub.endpoint, SOON)
 
 
+def take(lock: DeviceLock, *devices: int) -> None:
+    with lock.lease(devices, timeout=SOON):
+        pass
+
+
 class Child:
     """A forked process that leases devices under a name and keeps them until it is told to end, or killed."""
 
@@ -243,10 +247,10 @@ class Child:
 def test_a_lease_waits_for_the_one_before(lock: DeviceLock) -> None:
     child = Child(lock, "env[0]", 0, 1)
     assert child.has_it()
-    threading.Timer(0.3, child.end).start()
-    start = time.monotonic()
-    with lock.lease([1, 2]):
-        assert time.monotonic() - start > 0.2
+    next_one = Background(lambda: take(lock, 1, 2))
+    assert next_one.waits
+    child.end()
+    assert next_one.result() is None
 
 
 def test_a_wait_that_takes_too_long_names_the_holder(lock: DeviceLock) -> None:
@@ -271,8 +275,7 @@ def test_a_killed_process_holds_and_wants_nothing(hub: Hub, lock: DeviceLock, wa
     doomed.kill()
     if waits:
         first.end()
-    with lock.lease([0], timeout=2.0):
-        pass
+    take(lock, 0)
 
 
 def test_a_process_of_the_same_name_does_not_inherit_a_lease(lock: DeviceLock) -> None:
@@ -372,17 +375,20 @@ def start(cluster: Cluster, name: str, **kwargs: Any) -> WorkerGroup:
     return cluster.start(name, Leaser, GroupPlacement(name, ((0, 1),)), **kwargs)
 
 
-def test_workers_switch_on_shared_devices_only_when_another_waits(cluster: Cluster) -> None:
+def test_workers_switch_on_shared_devices_only_when_another_waits(cluster: Cluster, tmp_path: Path) -> None:
     one, two = start(cluster, "one"), start(cluster, "two")
-    one.hold(0.0).wait(SOON)
+    leases = cluster.hub._leases
+    one.hold().wait(SOON)
     assert one.switch_seconds().result(SOON) == [{"offload": [], "onload": []}]
-    handles = [one.hold(1.0)]
-    time.sleep(0.3)
-    handles.append(two.hold(0.0))
+    handles = [one.hold(until=tmp_path / "end")]
+    assert wait_until(lambda: bool(leases._held))
+    handles.append(two.hold())
+    assert wait_until(lambda: bool(leases._waiting))
+    (tmp_path / "end").touch()
     for handle in handles:
         handle.wait(SOON)
     assert one.memory().result(SOON) == ["host"] and two.memory().result(SOON) == ["device"]
-    one.hold(0.0).wait(SOON)
+    one.hold().wait(SOON)
     assert one.memory().result(SOON) == ["device"]
     (seconds,) = one.switch_seconds().result(SOON)
     assert [len(seconds["offload"]), len(seconds["onload"])] == [1, 1]
@@ -394,16 +400,17 @@ def test_workers_switch_on_shared_devices_only_when_another_waits(cluster: Clust
 def test_workers_that_do_not_fit_together_leave_nothing_on_the_devices(cluster: Cluster) -> None:
     group = start(cluster, "large")
     for _ in range(2):
-        group.hold(0.0, keep=False).wait(SOON)
+        group.hold(keep=False).wait(SOON)
         assert group.memory().result(SOON) == ["host"]
     (seconds,) = group.switch_seconds().result(SOON)
     assert [len(seconds["offload"]), len(seconds["onload"])] == [2, 1]
 
 
-def test_a_worker_that_waits_too_long_for_devices_names_their_holder(cluster: Cluster) -> None:
+def test_a_worker_that_waits_too_long_for_devices_names_their_holder(cluster: Cluster, tmp_path: Path) -> None:
     holding, waiting = start(cluster, "holding"), start(cluster, "waiting")
-    handle = holding.hold(1.0)
-    time.sleep(0.3)
+    handle = holding.hold(until=tmp_path / "end")
+    assert wait_until(lambda: bool(cluster.hub._leases._held))
     with pytest.raises(Exception, match=r"waiting\[0\] waited 0.1 s for devices 0, 1: holding\[0\] holds 0, 1"):
-        waiting.hold(0.0, timeout=0.1).wait(SOON)
+        waiting.hold(timeout=0.1).wait(SOON)
+    (tmp_path / "end").touch()
     handle.wait(SOON)
