@@ -23,7 +23,8 @@ from scheduler.channel import Channel
 from scheduler.device_lock import DeviceLock
 from scheduler.hub import Hub
 from scheduler.placement import GroupPlacement, PlacementError
-from scheduler.transport import Location, remove_orphans
+from scheduler.shared_memory import remove_orphans
+from scheduler.transport import Location
 from scheduler.worker import Context, Handle, Watch, Worker, WorkerFailed, WorkerGroup, _Host, wait_all, with_rank
 
 Kind = Literal["cpu", "gpu"]

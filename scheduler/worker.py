@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from scheduler import channel as channels
-from scheduler import transport
+from scheduler import shared_memory
 from scheduler.channel import Channel, ChannelClosed, ChannelTimeout
 from scheduler.connection import HubLost, Identity, become
 from scheduler.device_lock import DeviceLock, DeviceTimeout, release_dead
@@ -229,7 +229,7 @@ class _Host:
     def end(self) -> Any:
         """Before the process is killed: shut the worker down and remove its shared memory."""
         failure = self.call("shutdown", (), {}) if self.needs_shutdown else None
-        transport.arena().close()
+        shared_memory.arena().close()
         return failure
 
     def _guard(self, work: Callable, args: tuple, kwargs: dict) -> Any:

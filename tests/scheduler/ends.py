@@ -1,6 +1,8 @@
-"""What tests of channels share: a channel of a hub, a call in a thread, and a wait."""
+"""What tests of channels share: a channel of a hub, a call in a thread or process, and a wait."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -8,7 +10,7 @@ from typing import Any
 
 from scheduler.channel import Channel
 from scheduler.hub import Hub
-from scheduler.transport import Location
+from scheduler.transport import Location, pack, unpack
 
 
 def make(hub: Hub, name: str = "c", capacity: int = 16, receivers: tuple[Location, ...] = ()) -> Channel:
@@ -51,3 +53,13 @@ class Background:
         self.thread.join(30)
         assert not self.thread.is_alive(), "it hangs"
         return self.outcome
+
+
+def send(value: Any) -> Any:
+    return unpack(pack(value, "shared_memory"))
+
+
+def run_script(script: str, *args: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from ends import wait_until
 
-from scheduler import connection, transport
+from scheduler import connection, shared_memory
 from scheduler.channel import Channel
-from scheduler.transport import HEADER, SENT, unpack
+from scheduler.shared_memory import HEADER, SENT
+from scheduler.transport import unpack
 from scheduler.worker import Worker
 
 LARGE = 40_000  # elements, enough bytes for shared memory in every dtype
@@ -95,7 +96,7 @@ class Probe(Worker):
 
     def blocks(self) -> int:
         """Blocks of shared memory that this worker has sent."""
-        return len(transport.arena().blocks)
+        return len(shared_memory.arena().blocks)
 
     def work(self) -> None:
         with self.trace.span("work"):
@@ -128,7 +129,7 @@ def echo(pipe: Connection) -> None:
 
 
 def take_and_give_back(path: str, size: int, pipe: Connection) -> None:
-    memory = transport._attach(path, size)
+    memory = shared_memory._attach(path, size)
     pipe.send("ready")
     while not pipe.poll():
         for _ in range(1000):

@@ -17,12 +17,13 @@ from ends import Background, descriptors, make, wait_until
 from probes import LARGE, consume, produce, wait_for_items
 
 from scheduler import channel as channels
-from scheduler import connection, transport
+from scheduler import connection
 from scheduler.channel import Channel, ChannelBroken, ChannelClosed, ChannelTimeout, fail_all
 from scheduler.connection import Endpoint, HubLost
 from scheduler.hub import Hub
+from scheduler.shared_memory import Arena
 from scheduler.trace import Trace
-from scheduler.transport import Arena, Location
+from scheduler.transport import Location
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -167,11 +168,7 @@ def test_a_put_that_timed_out_delivers_nothing_later(hub: Hub) -> None:
         channel.get(timeout=0.2)
 
 
-def test_a_put_that_timed_out_frees_its_shared_memory(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arena = Arena(tmp_path)
-    monkeypatch.setitem(transport._arenas, os.getpid(), arena)
+def test_a_put_that_timed_out_frees_its_shared_memory(hub: Hub, arena: Arena) -> None:
     channel = make(hub, capacity=1, receivers=(Location("here", -1),))
     channel.put(0)
     with pytest.raises(ChannelTimeout):
@@ -327,9 +324,7 @@ def test_an_error_reaches_consumers_and_producers(hub: Hub) -> None:
         channel.get(key="new")
 
 
-def test_an_error_overtakes_what_is_queued(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(tmp_path)
-    monkeypatch.setitem(transport._arenas, os.getpid(), arena)
+def test_an_error_overtakes_what_is_queued(hub: Hub, arena: Arena) -> None:
     channel = make(hub, receivers=(Location("here", -1),))
     channel.put(np.zeros(LARGE))
     channel.close(ValueError("broken"))
@@ -364,12 +359,7 @@ def test_an_error_that_cannot_be_pickled_is_described(hub: Hub) -> None:
         channel.get()
 
 
-def test_the_memory_of_messages_after_one_that_cannot_be_read_is_free(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arena = Arena(tmp_path)
-    monkeypatch.setitem(transport._arenas, os.getpid(), arena)
-    monkeypatch.setattr(transport, "READ_S", 0.0)
+def test_the_memory_of_messages_after_one_that_cannot_be_read_is_free(hub: Hub, arena: Arena) -> None:
     channel = make(hub, receivers=(Location("here", -1),))
     for _ in range(3):
         channel.put(np.zeros(LARGE))
@@ -379,14 +369,10 @@ def test_the_memory_of_messages_after_one_that_cannot_be_read_is_free(
     assert [block.is_free() for block in arena.blocks] == [True, False, True]
 
 
-def test_an_error_drops_messages_whose_memory_has_gone(hub: Hub, tmp_path: Path) -> None:
+def test_an_error_drops_messages_whose_memory_has_gone(hub: Hub, arena: Arena) -> None:
     channel = make(hub, receivers=(Location("here", -1),))
-    arena = Arena(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(transport._arenas, os.getpid(), arena)
-        patch.setattr(transport, "READ_S", 0.0)
-        channel.put(np.zeros(LARGE))
-        arena.close()
+    channel.put(np.zeros(LARGE))
+    arena.close()
     channel.close(ValueError("broken"))
     with pytest.raises(ValueError, match="broken"):
         channel.get()
@@ -417,9 +403,7 @@ def test_closing_the_hub_releases_whoever_waits() -> None:
     assert not directory.exists()
 
 
-def test_closing_the_hub_frees_the_memory_of_what_nobody_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(tmp_path)
-    monkeypatch.setitem(transport._arenas, os.getpid(), arena)
+def test_closing_the_hub_frees_the_memory_of_what_nobody_took(arena: Arena) -> None:
     hub = Hub("here")
     make(hub, receivers=(Location("here", -1),)).put(np.zeros(LARGE))
     assert not arena.blocks[0].is_free()
@@ -444,9 +428,7 @@ def test_an_item_for_this_process_is_passed_by_reference(hub: Hub) -> None:
     assert channel.get() is item
 
 
-def test_ends_on_different_hosts_meet_over_tcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(tmp_path)
-    monkeypatch.setitem(transport._arenas, os.getpid(), arena)
+def test_ends_on_different_hosts_meet_over_tcp(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection.this_process, "host", "elsewhere")
     hub = Hub("here", "127.0.0.1")
     try:
@@ -463,9 +445,7 @@ def test_ends_on_different_hosts_meet_over_tcp(tmp_path: Path, monkeypatch: pyte
         hub.close()
 
 
-def test_ends_on_a_host_of_their_own_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(tmp_path)
-    monkeypatch.setitem(transport._arenas, os.getpid(), arena)
+def test_ends_on_a_host_of_their_own_share_its_memory(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection.this_process, "host", "elsewhere")
     hub = Hub("here", "127.0.0.1")
     try:

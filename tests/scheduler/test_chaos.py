@@ -9,19 +9,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 from probes import LARGE
 
-from scheduler import connection, transport
+from scheduler import connection
 from scheduler.channel import Channel, ChannelBroken, take_produced
 from scheduler.connection import Endpoint, HubLost
 from scheduler.device_lock import DeviceLock
 from scheduler.hub import Hub
-from scheduler.transport import Arena, Location
+from scheduler.shared_memory import Arena
+from scheduler.transport import Location
 
 SOON = 30.0  # a bound for "does not hang" on a busy machine
 DEVICES, WORKERS, ROUNDS, KILLS = 6, 6, 1000, 150
@@ -117,11 +117,7 @@ def test_leases_survive_kills_without_deadlock_or_leak(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "removed", "cut after an earlier message"])
-def test_a_block_that_is_damaged_under_way_breaks_the_channel_for_both(
-    hub: Hub, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arena = Arena(tmp_path)
-    monkeypatch.setitem(transport._arenas, os.getpid(), arena)
+def test_a_block_that_is_damaged_under_way_breaks_the_channel_for_both(hub: Hub, damage: str, arena: Arena) -> None:
     channel = Channel("images", hub.endpoint, receivers=(Location("here", -1),), timeout_s=SOON)
     if "after" in damage:
         channel.put(np.zeros(LARGE))

@@ -18,7 +18,7 @@ from probes import Probe
 
 from scheduler.cluster import Cluster
 from scheduler.placement import GroupPlacement, PlacementError
-from scheduler.transport import remove_orphans
+from scheduler.shared_memory import remove_orphans
 
 HERE = str(Path(__file__).parent)
 SOON = 60.0  # a bound for "does not hang" on a busy machine
