@@ -28,6 +28,8 @@ from envs.wire import WireError
 
 logger = logging.getLogger(__name__)
 ASK_AGAIN_S = 1.0  # without an answer, whether the server is there
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSED
 ALIVE_S = 5.0  # between signs of life to the server, or less where it is impatient
 MAX_LOSSES = 3  # of the session, without a finished chunk in between
 
@@ -83,7 +85,7 @@ class RemotePool:
         self._pending: dict[int, Request] = {}
         self._losses = 0
         self._socket = self._connect()
-        self._monitor = self._socket.get_monitor_socket()
+        self._monitor = self._watch()
         self._handshakes = {"begun": 0, "done": 0}
         self._refused = False  # libzmq does not try again then
         self._silent_s = 0.0
@@ -260,6 +262,16 @@ class RemotePool:
             raise EnvError(f"{self.address} cannot be an env server: {error}") from None
         return socket
 
+    def _watch(self) -> zmq.Socket:
+        """What becomes of the connections is told here. Without a bound, and only what is asked for: where there is
+        no room for an event, libzmq's thread waits, and with it every socket of this process."""
+        address = f"inproc://connections-of-{self._key.hex()}"
+        self._socket.monitor(address, WATCHED)
+        monitor: zmq.Socket = zmq.Context.instance().socket(zmq.PAIR)
+        monitor.setsockopt(zmq.RCVHWM, 0)
+        monitor.connect(address)
+        return monitor
+
     def _disconnect(self) -> None:
         self._ended.set()
         for env in self.sets.values():
@@ -276,7 +288,7 @@ class RemotePool:
             event = recv_monitor_message(self._monitor)["event"]
             self._handshakes["begun"] += event == zmq.EVENT_CONNECTED
             self._handshakes["done"] += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self._refused |= event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+            self._refused |= bool(event & REFUSED)
         if not self._refused and (self._handshakes["begun"] < 3 or self._handshakes["done"]):
             return ""
         return "it has another token, or none" if self._token else "it refuses the connection: does it need a token?"

@@ -9,10 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from served import wait_until
+import zmq
+from served import Start, wait_until
 
 from envs import child, remote
 from envs.base import EnvError, EnvSettings, VectorEnv, episode_seed
@@ -116,6 +118,42 @@ def test_a_reset_during_which_the_server_is_killed_uses_up_no_seed(
     assert env.chunk_step(actions(env)).valid.all()
     pool.close()
     twin.close()
+
+
+class Eager(zmq.Context):
+    """Whose sockets connect again at once."""
+
+    class _socket_class(zmq.Socket):  # noqa: N801 (pyzmq's name)
+        def connect(self, address: str) -> Any:
+            self.setsockopt(zmq.RECONNECT_IVL, 1)
+            self.setsockopt(zmq.RECONNECT_IVL_MAX, 0)
+            return super().connect(address)
+
+
+@pytest.mark.parametrize("there", ["nobody", "somebody else"])
+def test_a_server_that_is_away_for_long_while_nothing_is_asked_holds_up_no_other_socket(
+    start: Start, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    context = Eager()
+    monkeypatch.setattr(zmq.Context, "instance", lambda: context)
+    server = start()
+    pool = RemotePool(server.address, "toy:Toy", "Toy", timeout_s=20)
+    server.stop(at_once=True)
+    wait_until(lambda: server._context.closed)
+    if there == "nobody":
+        time.sleep(3.0)  # about a thousand tries, three events each
+    else:
+        with socket.create_server(("127.0.0.1", int(server.address.rpartition(":")[2]))) as listener:
+            listener.settimeout(30)
+            for _ in range(2500):
+                listener.accept()[0].close()
+    one, other = context.socket(zmq.PAIR), zmq.Context().socket(zmq.PAIR)
+    one.connect(f"tcp://127.0.0.1:{other.bind_to_random_port('tcp://127.0.0.1')}")
+    one.send(b"")
+    assert other.poll(20_000)
+    pool.close()
+    for end in (one, other):
+        end.close()
 
 
 @pytest.mark.usefixtures("by_the_wire")
