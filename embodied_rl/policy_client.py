@@ -6,11 +6,14 @@ messages are msgpack maps with arrays in them. What lies here runs on a robot's 
 
 from __future__ import annotations
 
+import socket
+import struct
 from contextlib import ExitStack
 from typing import Any
 
 import msgpack
 import numpy as np
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 
@@ -21,21 +24,29 @@ class PolicyClient:
         headers = {"Authorization": f"Api-Key {token}"} if token else None
         self._timeout_s = timeout_s
         self._open = ExitStack()
-        options: dict[str, Any] = {"compression": None, "max_size": None, "open_timeout": timeout_s}
+        options: dict[str, Any] = {"compression": None, "max_size": None, "open_timeout": timeout_s, "close_timeout": 1}
         self._socket = self._open.enter_context(connect(address, additional_headers=headers, **options))
+        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))  # for a server that takes nothing in
+        self._socket.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self.metadata: dict[str, Any] = unpack(self._receive())
 
     def infer(self, observation: dict[str, Any]) -> dict[str, Any]:
         """Actions [C, A] under "actions". Raises RuntimeError with what the server did not like.
 
         Raises TimeoutError where none came in time, and ends the connection: they would be taken for the next answer.
+        So it does where the server takes nothing in.
 
         Args:
             observation: `state` [S] float32, `image` [V, H, W, 3] uint8, `instruction`; of several envs with one more
                 dimension in front. openpi's names `observation/state`, `observation/image`, `observation/wrist_image`
                 and `prompt` mean the same.
         """
-        self._socket.send(pack(observation))
+        try:
+            self._socket.send(pack(observation))
+        except ConnectionClosed as error:
+            if isinstance(error.__cause__, BlockingIOError):
+                raise TimeoutError(f"the server took nothing in for {self._timeout_s:g} s") from error
+            raise
         answer = self._receive()
         if isinstance(answer, str):
             raise RuntimeError(answer)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import http
+import logging
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from envs.base import EnvSpec
 from envs.wire import spec_of
 from policies import Policy
 
+logger = logging.getLogger(__name__)
 MAX_MESSAGE = 2**26  # bytes
 OPENPI = {"observation/state": "state", "observation/image": "image", "prompt": "instruction"}
 WRIST = "observation/wrist_image"
@@ -101,9 +104,13 @@ def read_observation(request: dict[str, Any], spec: EnvSpec) -> tuple[dict[str, 
     is_single = all(np.ndim(given[key]) == len(shape) for key, (shape, _) in expected.items())
     count = len(next(iter(observation.values())))
     said = given.get("instruction", spec.instruction)
-    observation["instruction"] = [said] * count if isinstance(said, str) else list(said)
+    if not isinstance(said, str) and not (isinstance(said, list) and all(isinstance(one, str) for one in said)):
+        raise ValueError(f"instruction is {said!r:.100}; expected words, or a list of them")
+    observation["instruction"] = [said] * count if isinstance(said, str) else said
     if {len(value) for value in observation.values()} != {count}:
         raise ValueError("the parts of the observation are of different numbers of envs")
+    if count == 0:
+        raise ValueError("an observation of no env")
     return observation, is_single
 
 
@@ -151,3 +158,6 @@ def _answer(policy: ServedPolicy, data: Any) -> dict[str, Any] | str:
         return policy.infer(request)
     except (ValueError, TypeError, KeyError, IndexError) as error:
         return f"not an observation of this policy: {error}"
+    except (RuntimeError, MemoryError) as error:  # torch's, such as for want of memory: the next one may do
+        logger.warning("an inference failed:\n%s", traceback.format_exc())
+        return f"the policy failed: {error!r}"

@@ -18,6 +18,7 @@ import websockets.sync.client
 import websockets.sync.server
 from typer.testing import CliRunner
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.utils import accept_key
 
 from embodied_rl import policy_server
 from embodied_rl.build import build_policy
@@ -140,6 +141,33 @@ def test_values_that_are_not_finite_are_refused(value: float, port: int) -> None
     client.close()
 
 
+@pytest.mark.parametrize("said", [None, 5, [1], {"push": 1}, b"push"])
+def test_an_instruction_that_is_no_words_is_refused(said: object) -> None:
+    with pytest.raises(ValueError, match="expected words, or a list of them"):
+        read_observation({"state": np.zeros(4), "prompt": said}, SPEC)
+
+
+def test_an_observation_of_no_env_is_refused() -> None:
+    with pytest.raises(ValueError, match="of no env"):
+        read_observation({"state": np.zeros((0, 4))}, SPEC)
+
+
+def test_a_policy_that_fails_says_why_and_takes_the_next_observation(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = PolicyClient(f"ws://127.0.0.1:{port}", TOKEN)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("20 GiB are needed")
+
+    with monkeypatch.context() as small:
+        small.setattr(ServedPolicy, "infer", fail)
+        with pytest.raises(RuntimeError, match=r"the policy failed: OutOfMemoryError\('20 GiB are needed'\)"):
+            client.infer({"state": np.zeros(4)})
+    assert client.infer({"state": np.zeros(4)})["actions"].shape == (3, 2)
+    client.close()
+
+
 @pytest.mark.parametrize(
     "bind", ["tcp://127.0.0.1:8056", "foo", ":8000", "127.0.0.1:http", "127.0.0.1:65536", "::1:80"]
 )
@@ -196,6 +224,28 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one() -> None:
         with pytest.raises(ConnectionClosed):
             client.infer({})
         server.shutdown()
+
+
+def test_a_server_that_takes_nothing_in_is_waited_for_no_longer_than_asked() -> None:
+    def talk() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            request = connection.recv(2**16).decode()
+            key = request.partition("Sec-WebSocket-Key: ")[2].partition("\r\n")[0]
+            head = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            connection.sendall(f"{head}Sec-WebSocket-Accept: {accept_key(key)}\r\n\r\n".encode())
+            connection.sendall(b"\x82\x01" + pack({}))
+            over.wait(30)
+
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=talk)
+        thread.start()
+        client = PolicyClient(f"ws://127.0.0.1:{listener.getsockname()[1]}", timeout_s=1)
+        with pytest.raises(TimeoutError, match="took nothing in for 1 s"):
+            client.infer({"image": np.zeros(2**26, np.uint8)})
+        over.set()
+        thread.join(20)
 
 
 def test_messages_survive_the_way_and_the_client_needs_no_torch() -> None:
