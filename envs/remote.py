@@ -117,7 +117,8 @@ class RemoteVectorEnv(VectorEnv):
     def description(self) -> dict[str, Any]:
         """What the server has to know to make the set, and to go on with it where an earlier session was lost."""
         args = {**vars(self.args), "settings": wire.plain_settings(self.args.settings)}
-        return {**args, "set": self.key, "numbers": self._numbers, "lost": self._lost}
+        env_ids = np.array(self.args.env_ids, np.int64)  # a list may be too long to be told so
+        return {**args, "env_ids": env_ids, "set": self.key, "numbers": self._numbers, "lost": self._lost}
 
     def lose(self) -> int:
         """Take note that the session is gone: nothing of a chunk in flight happened; the number of episodes lost."""

@@ -47,6 +47,8 @@ class Limits:
         for name, value in vars(self).items():
             if not (value > 0 or (name == "drain_s" and value == 0)):
                 raise ValueError(f"the limit {name} is {value}; it has to be greater than 0")
+        if self.max_envs > wire.MAX_LIST:
+            raise ValueError(f"the limit max_envs is {self.max_envs}; messages are of {wire.MAX_LIST} envs at most")
 
 
 @dataclass

@@ -21,6 +21,7 @@ PROTOCOL = 2
 MAX_FRAME = 2**30  # bytes of one frame that a client takes: the pictures of a chunk step
 MAX_REQUEST = 2**24  # bytes of one frame that a server takes: actions, or states to restore
 MAX_FRAMES = 64
+MAX_LIST = 2**16  # items; a server that gets more takes it for no message, and answers nothing
 INLINE = 2**16  # bytes up to which an array travels in the header
 DTYPES = ("|b1", "|u1", "<i8", "<f4", "<f8")
 MIN_TOKEN = 16  # bytes
@@ -38,8 +39,9 @@ def pack(message: dict[str, Any]) -> list[Any]:
     def extend(value: Any) -> Any:
         if isinstance(value, np.generic):
             return value.item()
-        if not isinstance(value, np.ndarray):
-            raise TypeError(f"{type(value).__name__} does not go over the wire")
+        if not isinstance(value, np.ndarray) or value.dtype.str not in DTYPES:
+            what = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+            raise TypeError(f"{what} does not go over the wire")
         array = np.ascontiguousarray(value)
         about = (array.dtype.str, array.shape)
         if array.nbytes <= INLINE or len(frames) == MAX_FRAMES:
@@ -74,7 +76,7 @@ def unpack(frames: Sequence[Any]) -> dict[str, Any]:
         return np.frombuffer(content, dtype).reshape(shape)
 
     try:
-        message = msgpack.unpackb(frames[0], ext_hook=extension, max_array_len=2**16, max_map_len=2**10)
+        message = msgpack.unpackb(frames[0], ext_hook=extension, max_array_len=MAX_LIST, max_map_len=2**10)
     except WireError:
         raise
     except Exception as error:  # msgpack raises many kinds

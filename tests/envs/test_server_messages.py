@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 
 import msgpack
@@ -18,6 +19,7 @@ from envs import session, wire
 from envs.base import EnvError
 from envs.client import RemotePool
 from envs.server import EnvServer
+from envs.session import Limits
 
 VALUES = st.recursive(
     st.none()
@@ -191,6 +193,26 @@ def test_arrays_that_are_not_what_they_say_are_refused() -> None:
         forged = msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb((dtype, shape, data)))})
         with pytest.raises(wire.WireError):
             wire.unpack([forged])
+
+
+def test_more_envs_than_a_message_lists_are_refused_and_not_asked_for_without_end(server: EnvServer) -> None:
+    pool = connect(server)
+    said: list[str] = []
+
+    def ask() -> None:
+        with pytest.raises(EnvError) as refusal:
+            pool.vector_env(TOY, range(wire.MAX_LIST + 1))
+        said.append(str(refusal.value))
+
+    threading.Thread(target=ask, daemon=True).start()
+    wait_until(lambda: bool(said))
+    assert "65537 envs in one session; the server takes up to 1024" in said[0]
+    pool.close()
+    with pytest.raises(ValueError, match="max_envs is 65537; messages are of 65536 envs at most"):
+        Limits(max_envs=wire.MAX_LIST + 1)
+    for array in (np.zeros(2, np.float16), np.zeros(2, np.int32), np.zeros(2, ">f4"), np.zeros(2, object)):
+        with pytest.raises(TypeError, match=f"an array of {array.dtype} does not go over the wire"):
+            wire.pack({"actions": array})
 
 
 def test_what_is_too_large_for_the_other_end_is_said_and_not_sent(
