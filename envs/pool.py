@@ -162,10 +162,9 @@ class PooledVectorEnv(VectorEnv):
             chosen = [i for i, row in enumerate(wanted) if share.start <= row < share.stop]
             rows = [wanted[i] - share.start for i in chosen]
             if rows:
-                own_seeds = None if seeds is None else [int(seeds[i]) for i in chosen]
-                own_init_states = None if init_state_ids is None else [int(init_state_ids[i]) for i in chosen]
-                own_numbers = before[self.shares[number]][rows].tolist()
-                self._ask(number, "reset", rows, own_seeds, own_init_states, own_numbers)
+                own = [None if ids is None else [ids[i] for i in chosen] for ids in given]
+                self._ask(number, "reset", rows, *own, before[share][rows].tolist())
+        given = [None if ids is None else [int(one) for one in ids] for ids in (seeds, init_state_ids)]
         self._collect()
         self._lost[wanted] = False
         return self.observation()

@@ -129,3 +129,15 @@ def test_env_that_never_began_is_restored_as_such() -> None:
     fresh.restore(env.state())
     assert fresh.chunk_step(np.zeros((2, 1, 2), np.float32)).valid[:, 0].tolist() == [False, True]
     np.testing.assert_array_equal(fresh.reset([0])["state"][0], env.reset([0])["state"][0])
+
+
+def test_seeds_that_are_none_of_one_process_leave_no_answer_of_another_behind(shared_pool: EnvPool) -> None:
+    env, twin = (shared_pool.vector_env(TOY, range(2), seed=5) for _ in range(2))
+    for one in (env, twin):
+        one.reset()
+    with pytest.raises(TypeError):
+        env.reset(seeds=[1, None])  # type: ignore[list-item]
+    seeds, right = ([slot["seed"] for slot in one.state()] for one in (env, twin))
+    assert seeds == right
+    env.close()
+    twin.close()
