@@ -47,6 +47,7 @@ class RemoteVectorEnv(VectorEnv):
         self._chunks = itertools.count(1)  # numbers for the doorbells
         self._running = np.zeros(self.num_envs, bool)  # episodes that the trainer has not been told to be over
         self._rung = 0  # of the chunk in flight, if they were rung for it
+        self._resetting: list[int] = []  # rows whose reset is in flight
         self._kept: ChunkResult | None = None  # of the chunk in flight, where its session was lost since its answer
         self.take_place(pool.ask("make", **self.description()))
 
@@ -62,7 +63,11 @@ class RemoteVectorEnv(VectorEnv):
         rows = check_rows(self.num_envs, env_ids, seeds, init_state_ids)
         given = [None if ids is None else [int(one) for one in ids] for ids in (seeds, init_state_ids)]
         numbers = self.buffers.episode_number[rows].tolist()  # so that it can be repeated
-        self._ask("reset", rows=rows, seeds=given[0], init_state_ids=given[1], numbers=numbers)
+        self._resetting = rows
+        try:
+            self._ask("reset", rows=rows, seeds=given[0], init_state_ids=given[1], numbers=numbers)
+        finally:
+            self._resetting = []
         self._lost[rows] = False
         self._running |= self.buffers.running
         return self.observation()
@@ -127,6 +132,7 @@ class RemoteVectorEnv(VectorEnv):
             self._kept = self._finish_asked()  # while there is the memory that the answer is about
             self._take_note(self._kept)
         running = self._running | self.buffers.running  # the session may itself have lost some before, and not told
+        running[self._resetting] = False  # they are to begin others, and it is repeated
         self.listen([])
         self._numbers = self.buffers.episode_number.copy()
         self._lost |= running

@@ -111,6 +111,7 @@ def test_a_reset_during_which_the_server_is_killed_uses_up_no_seed(
     accident.start()
     states = env.reset()["state"]
     accident.join()
+    assert (pool.replaced, pool.lost_episodes) == (1, 0)  # the running ones were to end anyway
     twin = RemotePool(address, "toy:Toy", "Toy", timeout_s=60)
     other = twin.vector_env(TOY, [0, 1])
     np.testing.assert_array_equal(states, other.reset(seeds=[episode_seed(1, env_id, 1) for env_id in (0, 1)])["state"])
