@@ -180,7 +180,8 @@ class RemotePool:
                 raise EnvError(f"{self.address} is no env server of this version: {error}") from None
             return
         self._silent_s += ASK_AGAIN_S  # not by the clock, which goes on where this process is stopped
-        why, silent = self._why_not(), self._silent_s
+        silent = self._silent_s
+        why = self._why_not(silent)
         if silent > self.timeout_s or (why and silent > 3 * ASK_AGAIN_S):
             doing = ", ".join(request.op for request in self._pending.values())
             raise EnvError(
@@ -280,8 +281,8 @@ class RemotePool:
         self._monitor.close()
         self._socket.close()
 
-    def _why_not(self) -> str:
-        """Why the server does not talk to us, if that can be told."""
+    def _why_not(self, silent: float) -> str:
+        """Why the server does not talk to us, if that can be told. `silent`: for how many seconds."""
         if ended := self._why_ended():
             return f"it {ended}"
         while self._monitor.poll(0):
@@ -289,7 +290,8 @@ class RemotePool:
             self._handshakes["begun"] += event == zmq.EVENT_CONNECTED
             self._handshakes["done"] += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._refused |= bool(event & REFUSED)
-        if not self._refused and (self._handshakes["begun"] < 3 or self._handshakes["done"]):
+        few = max(3.0, silent / 2)  # of a stopped server, libzmq tries a connection for 30 s
+        if not self._refused and (self._handshakes["begun"] < few or self._handshakes["done"]):
             return ""
         return "it has another token, or none" if self._token else "it refuses the connection: does it need a token?"
 
