@@ -46,6 +46,7 @@ class EnvPool:
         self.replaced = 0
         self.lost_episodes = 0
         self._sets_made = 0
+        self._given_up = False
 
     @property
     def num_processes(self) -> int:
@@ -102,6 +103,8 @@ class EnvPool:
             process.kill()  # first: after an error it lives, and may be writing another set's chunk
             lost = sum(env.lose(number) for env in self.sets.values())
             self.lost_episodes += lost
+            if self._given_up:
+                raise EnvError(f"{message}\nIt was given up")
             if max([attempt, *(env.failures[number] for env in self.sets.values())]) > MAX_REPLACEMENTS:
                 raise EnvError(f"{message}\nIt was replaced {MAX_REPLACEMENTS} times in a row without success")
             logger.warning("%s\nReplacing it; %d episodes are lost", message, lost)
@@ -113,6 +116,12 @@ class EnvPool:
                 return
             except ProcessLost as again:
                 why = str(again)
+
+    def give_up(self) -> None:
+        """End what another thread waits for: the processes, of which none is replaced any more. `close` follows."""
+        self._given_up = True
+        for process in self.processes:
+            process.popen.kill()
 
     def close(self) -> None:
         """End the processes."""
@@ -157,6 +166,7 @@ class PooledVectorEnv(VectorEnv):
         before = self.buffers.episode_number.copy()
         if numbers is not None:
             before[wanted] = numbers
+        given = [None if ids is None else [int(one) for one in ids] for ids in (seeds, init_state_ids)]
         for number in self.used:
             share = self.shares[number]
             chosen = [i for i, row in enumerate(wanted) if share.start <= row < share.stop]
@@ -164,7 +174,6 @@ class PooledVectorEnv(VectorEnv):
             if rows:
                 own = [None if ids is None else [ids[i] for i in chosen] for ids in given]
                 self._ask(number, "reset", rows, *own, before[share][rows].tolist())
-        given = [None if ids is None else [int(one) for one in ids] for ids in (seeds, init_state_ids)]
         self._collect()
         self._lost[wanted] = False
         return self.observation()

@@ -244,8 +244,8 @@ class EnvServer:
     def _full(self) -> str:
         if self._ends_at is not None:
             return "the server is about to end and takes no new sessions"
-        if len(self.sessions) >= self.limits.max_sessions:
-            return f"the server has {len(self.sessions)} sessions already, which is all it takes"
+        if (count := sum(not session.closing for session in self.sessions.values())) >= self.limits.max_sessions:
+            return f"the server has {count} sessions already, which is all it takes"
         return ""
 
     def _refuse(self, identity: bytes, message: dict[str, Any], why: str) -> None:
@@ -289,6 +289,7 @@ class EnvServer:
         if session.job is not None:
             number, which, future = session.job
             if not future.done():
+                session.hurry(now - self.limits.session_timeout_s)
                 return
             session.job = None
             env = session.sets.get(-1 if which is None else which)
@@ -347,7 +348,7 @@ class EnvServer:
         sessions = list(self.sessions.values())
         pools = [session.pool for session in sessions if session.pool is not None]
         sets = [env for session in sessions for env in list(session.sets.values())]
-        counts = self.counts + Counter(executed(sets))
+        counts = Counter(dict(self.counts)) + Counter(executed(sets))  # of a copy: the loop counts on
         names = ("messages", "malformed", "replayed", "refused", "admitted", "not_admitted", "handshakes_failed")
         return {
             **{f"{name}_total": counts[name] for name in (*names, "sessions", "expired", "chunks", "env_steps")},

@@ -68,6 +68,15 @@ class Session:
     replies: OrderedDict[int, tuple[bytes, list[Any]]] = field(default_factory=OrderedDict)  # where to, and frames
     closing: bool = False
 
+    def hurry(self, since: float) -> None:
+        """Give up what a thread is doing where the trainer has closed the session, or was not heard since then.
+
+        A simulator may hang for long.
+        """
+        is_left = self.heard < since or any(request["op"] == "close" for _, request, _ in self.queue)
+        if is_left and self.pool is not None and not self.closing:
+            self.pool.give_up()
+
 
 class Work:
     """What sessions ask for. Each returns what the answer holds."""
