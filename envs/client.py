@@ -92,10 +92,11 @@ class RemotePool:
         self._ended = threading.Event()
         try:
             self.about: dict[str, Any] = self.ask("open", **self._asked)["value"]
+            alive = self._connect()
         except BaseException:
             self._disconnect()
             raise
-        threading.Thread(target=self._stay_alive, daemon=True).start()
+        threading.Thread(target=self._stay_alive, args=[alive], daemon=True).start()
 
     @property
     def num_processes(self) -> int:
@@ -295,9 +296,8 @@ class RemotePool:
             return ""
         return "it has another token, or none" if self._token else "it refuses the connection: does it need a token?"
 
-    def _stay_alive(self) -> None:
+    def _stay_alive(self, socket: zmq.Socket) -> None:
         """Tell the server now and then that this process lives, whatever it is busy with."""
-        socket = self._connect()
         while not self._ended.wait(min(ALIVE_S, self.about["session_timeout_s"] / 4)):
             message = {"protocol": wire.PROTOCOL, "session": self._key, "op": "alive"}
             with suppress(zmq.Again):

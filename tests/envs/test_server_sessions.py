@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zmq
 from served import Start, connect, wait_until
 
 from envs import session
-from envs.base import EnvSettings
+from envs.base import EnvError, EnvSettings
 from envs.client import RemotePool
 from envs.pool import EnvPool
 from envs.server import EnvServer
@@ -78,3 +79,20 @@ def test_a_server_that_is_stopped_is_not_taken_for_one_that_refuses(server: EnvS
     assert "does it need a token" in pool._why_not(5.0)
     assert pool._why_not(100.0) == ""
     pool.close()
+
+
+def test_a_trainer_that_could_give_no_signs_of_life_is_told_so_at_once(
+    server: EnvServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect_once, made = RemotePool._connect, list[zmq.Socket]()
+
+    def refuse_second(pool: RemotePool) -> zmq.Socket:
+        if made:
+            raise EnvError("too many open files")
+        made.append(connect_once(pool))
+        return made[0]
+
+    monkeypatch.setattr(RemotePool, "_connect", refuse_second)
+    with pytest.raises(EnvError, match="too many open files"):
+        connect(server)
+    assert made[0].closed
