@@ -17,15 +17,39 @@ _CUE = re.compile(
 )
 _CUED = re.compile(r"[\s:*]*((?:(?:\$\$|\\\[)\s*)?[^\n]+?)(?=\n|</answer>|$)")
 _CORRECTED = re.compile(  # between punctuation, and not as in "5 minutes to wait"
-    r"(?i)(?:(?<=[.!?;,:—–(\n])\s*|\s-\s*)(?:(?:oh|no|hmm)[,.!]?\s+)?(?:wait|actually|correction|sorry)\b"
+    r"(?i)(?:(?<=[.!?;,:—–(\n])\s*|\s-\s*)(?:(?:oh|no|hmm|but)[,.!]?\s+)?(?:wait|hold on|actually|correction|sorry)\b"
     r"(?:\s*[,.!:—–-]|\s+(?=it\b|that\b|the\b|no\b))"
 )
-_ALTERNATIVE = re.compile(r"\s*,?\s*(?:or|times|plus|over|divided|multiplied)\b")
+_ALTERNATIVE = re.compile(r"\s*,?\s*(?:or|times|plus|over|divided|multiplied|to\s+the\s+power)\b")
+_DECORATION = re.compile(  # => 5, :5, ✅ 5
+    r"^(?:\s|=>|[:=](?!=)|[\u2190-\u21ff∴✀-➿\ufe0f]|\\(?:[Rr]ightarrow|therefore|implies)(?![a-z]))+"
+    r"|[\s✀-➿\ufe0f\U0001f300-\U0001faff]{1,20}$"
+)
+_NEAR = 50  # characters beside an expression that say what it is
+_LINK = re.compile(r"[\s$*)\\\]]*(?:,|(,?\s*(?:and|or)))[\s$*(\\\[]*")
+_INSTEAD = re.compile(r"(?i)(?:,\s*(?:and\s+)?not|\binstead\s+of|\brather\s+than)[\s$*\\(]*$")
+_DENIED = re.compile(
+    r"(?i)(?:\bnot|n['’]t(?:\s+be)?|\bcannot(?:\s+be)?|\bnever"
+    r"|\b(?:greater|less|more|fewer|larger|smaller|higher|lower)\s+than|\bexceeds?|\bdivisible\s+by"
+    r"|\b(?:half|twice|double|triple|root|square|cube|third|quarter|factor|multiple|logarithm)(?:\s+of)?)[\s$*\\(]*$"
+)
+_REFUTED = re.compile(
+    r"(?i)[\s$*\\)]*(?:(?:is|was)(?:\s+not|n['’]t)|(?:is|was)\s+(?:wrong|incorrect|false|impossible)"
+    r"|or\s+(?:more|less|fewer|greater|above|below)|squared|cubed|factorial|mod|modulo)\b"
+)
+_QUESTION = re.compile(r"[^.!\n]*\?")
 _CLAUSE = re.compile(r"(?i)[.,;](?=\s|$)|\b(?:because|since|as|where)\b")
 _NEGATIVE = re.compile(r"(?i)\b(?:negative|minus)\s+(?=\$?\d)")
 _LETTER = re.compile(r"(?<![\w'’])(?:\(([A-J])\)|([A-J])(?=[).:,;]|\s*$))")
 _REJECTED = re.compile(
     r"(?i:\b(?:if|whether|not|wrong|incorrect|false|neither|cannot|eliminat\w*)\b)|\b[A-J]\)?\s*(?:or\b|and\b|[/&])\s*\(?[A-J]\b"
+)
+_CODE = re.compile(  # and calculations as in the solutions of GSM8K: 3 + 4 = <<3+4=7>>7
+    r"(?is)<<[^<>\n]*>>"
+    r"|```(?:python|py|c|cpp|c\+\+|java|javascript|js|bash|sh|sql|r|julia|matlab)[ \t]*\n.*?(?:```|$)"
+)
+_OPTIONS = re.compile(  # the choices said again at the end, and none of them chosen
+    "|".join(rf"\n[^\w\n]*{a}\b[^\n]*\n[^\w\n]*{b}\b[^\n]*\Z" for a, b in zip("ABCDEFGHI", "BCDEFGHIJ", strict=True))
 )
 _BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
 DELIMITER, _CLOSES = re.compile(r"(?<!\\)(?:\$\$?|\\[()\[\]])"), {"$": "$", "$$": "$$", r"\(": r"\)", r"\[": r"\]"}
@@ -35,22 +59,26 @@ FUNCTIONS = "arcsin|arccos|arctan|sinh?|cosh?|tanh?|cot|csc|log|ln|infty|pi"
 POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9}
 _IN_MATHS = (  # letters that are no words: commands, functions, products of variables as 3xyz
     r"\\(?:begin|end)\s*\{[a-z]+\*?\}(?:\{[lcr|]+\})?|\\[a-z]+|(?<=[\^_]\{)[a-z]+|(?<![a-z])(?:max|min|sec|gcd|lcm)(?=\()"
-    rf"|(?<![a-z])(?:{FUNCTIONS}|exp|sqrt|percent|degrees|cup|cap|and|{'|'.join(POWERS)})(?![a-z])"
+    rf"|(?<![a-z])(?:{FUNCTIONS}|exp|sqrt|percent|degrees|(?:(?<=[)\]}}])|(?<=[)\]}}]\s))c[ua]p|and|{'|'.join(POWERS)})(?![a-z])"
     r"|(?:(?<=[\d}{+*^_(=])|(?<=[+*^]\s))[a-dnp-rv-z]{2,}(?![a-z])|(?<![a-z\\])[a-dnp-rv-z]{2,}(?=\s?[+*^]|[\d_({=])"
 )
-_WORD = re.compile(rf"(?i)(?=[\\\w])({_IN_MATHS})|([^\W\d_]{{2,}})(?:\^\{{?-?\d\}}?)?")
+_CJK = "[\u3040-\u30ff\u3400-\u9fff]"  # of Chinese and Japanese, where one sign may be a word
+_WORD = re.compile(rf"(?i)(?=[\\\w])({_IN_MATHS})|([^\W\d_]{{2,}}|{_CJK})(?:\^\{{?-?\d\}}?)?")
 _SHORT_WORDS = {"is", "it", "so", "we", "he"}
 _SAID_AGAIN = re.compile(  # 3/8 (or 0.375), $\frac{3}{8}$ (37.5\%), 3 (three)
     r"(\$[^$]+\$)\s+\([^()]*\)"
     r"|(\S*[\d}])\s+\((?:(?:or|i\.?e\.?|about|approximately|=|≈|\\approx)[\s,\d\\][^()]*|[a-z][a-z -]{2,})\)"
 )
 _BREAK = re.compile(  # in a sentence: an article, a unit of one letter, the end of a sentence
-    r"\b[aAI]\s+(?=\d|[a-z]{2})|['’][a-z]{1,2}\b|[.;:?!](?=\s|$)|\*\*(?=\s|$)|(?<!\S)\*\*"
+    r"\b[aAI]\s+(?=\d|[a-z]{2})|['’][a-z]{1,2}\b|[.;:?!](?=\s|$)|\b(?:i\.e|e\.g)\.|\*\*(?=\s|$)|(?<!\S)\*\*"
     r"|(?<=\d)\s?[mgshlL](?:/[smh])?(?:\^\{?\d\}?)?(?![\w(+*/=^])"
 )
-_LEFT_EDGE, _RIGHT_EDGE = " \t,;:=$*\"'`>|", " \t,;:=$*\"'`<|.!?+-–—/\\"
+_LEFT_EDGE, _RIGHT_EDGE = " \t,;:=$*\"'`>|，、：", " \t,;:=$*\"'`<|.!?+-–—/\\，、。！"
 _UNIT = re.compile(UNIT)
-_UNITS = re.compile(r"(?!.*\b(?:or|not|to|more|less)\b)[^\W\d_]+(?:\.?[\s/]+[^\W\d_]+){0,2}(?:\^\{?-?\d\}?)?")
+_UNITS = re.compile(
+    r"(?!.*\b(?:or|not|to|more|less|squared|cubed|factorial|dozens?|mod|modulo)\b)"
+    r"[^\W\d_]+(?:\.?[\s/]+[^\W\d_]+){0,2}(?:\^\{?-?\d\}?)?"
+)
 _CHOICE = re.compile(
     r"(?:(?i:option|choice)\s+)?"
     r"(?:\(([A-J])\)|([A-J])(?=[).,:;]|\s*$|\\\s|\s+\(|\s+(?:because|since|as|is)\b))"
@@ -73,18 +101,21 @@ def answer_of(completion: str, gold: str = "") -> str | None:
     """
     completion = _NEGATIVE.sub("-", completion[-20 * MOST_CHARACTERS :])
     _, _, said = completion.rpartition("</think>")
-    completion = said if said.strip() else completion
+    completion = _CODE.sub("\n", said if said.strip() else completion)
     if "<think>" in said:  # it ended before an answer was given
         return None
     found = _marked_answer(completion, gold)
-    if found is None and (bold := list(_BOLD.finditer(completion))) and not _expressions(completion[bold[-1].end() :]):
+    bold = list(_BOLD.finditer(completion))
+    between = completion[bold[-2].end() : bold[-1].start()] if len(bold) > 1 else ""
+    is_one = len(between) > _NEAR or not _LINK.fullmatch(between)
+    if found is None and bold and is_one and not _expressions(completion[bold[-1].end() :]):
         found = _answer_in(bold[-1][1], gold, quantity)
     if found is None:
         found = _chosen(completion) if _is_choice(gold) else _answer_in(completion, gold, _last_expression)
     if not found or len(found) > MOST_CHARACTERS:
         return None
-    if found.endswith("!") and bare(found) == bare(gold):  # it is said loudly, and no factorial
-        return bare(found)
+    if found.endswith("!") and bare(found) == gold and found != completion and completion.rstrip().endswith(found):
+        return bare(found)  # it is said loudly, and no factorial
     return _with_unit(found, completion) if unit_of(gold) else found
 
 
@@ -102,6 +133,11 @@ def quantity(text: str) -> str | None:
     before, _, after = TEXT.sub(r" \1 ", text).partition(found[0])
     after = _trimmed(after)
     return found[0] if not _trimmed(before) and (not after or _UNITS.fullmatch(after)) else None
+
+
+def expressions(text: str) -> list[str]:
+    """All that a text holds of mathematics, marked as such or not."""
+    return [*_maths(text), *_expressions(text)]
 
 
 def value_of(answer: str) -> str:
@@ -136,7 +172,7 @@ def _answer_in(text: str, gold: str, choose: Choose) -> str | None:
     """The answer in a part of a completion, which `choose` finds in prose."""
     if _is_choice(gold) and (choice := _CHOICE.match(_bare_start(text))):
         return choice[1] or choice[2]
-    text = text.strip().rstrip(".").strip("*` \n")
+    text = _DECORATION.sub("", text.strip()).rstrip(".").strip("*` \n")
     if said_again := _SAID_AGAIN.fullmatch(text):
         text = said_again[1] or said_again[2]
     if word_of(gold) is not None:
@@ -145,8 +181,40 @@ def _answer_in(text: str, gold: str, choose: Choose) -> str | None:
 
 
 def _last_expression(text: str) -> str | None:
-    found = _maths(text) or _expressions(text)
-    return found[-1] if found else None
+    found = _runs(_maths(text) or _expressions(text), text)
+    while found:
+        before, last, after = text.rpartition(found[-1])
+        if _QUESTION.match(after) or (last and _is_denied(before, after)):
+            return None
+        if len(found) == 1 or not _INSTEAD.search(before[-_NEAR:]):
+            return found[-1]
+        found.pop()  # 4 of "5, not 4"
+        text = before
+    return None
+
+
+def _undenied(found: str, before: str, _: str, after: str) -> str | None:
+    return None if _is_denied(before, after) else found
+
+
+def _is_denied(before: str, after: str) -> bool:
+    """Whether a sentence says that what stands between these is not the answer, or only a bound of it."""
+    before = before[-_NEAR:]
+    return not _INSTEAD.search(before) and bool(_DENIED.search(before)) or bool(_REFUTED.match(after[:_NEAR]))
+
+
+def _runs(found: list[str], text: str) -> list[str]:
+    """The parts of a text, where those that "and", "or" or a comma links are one: 1, 2 of "x is $1$ or $2$"."""
+    runs, end = list[str](), 0
+    for part in found:
+        start = text.find(part, end)
+        link = _LINK.fullmatch(text, end, start) if runs and 0 <= start - end < _NEAR else None
+        if link and (link[1] or "=" not in part):
+            runs[-1] += f" {(link[1] or ',').strip(', ') or ','} {part}"
+        else:
+            runs.append(part)
+        end = start + len(part) if start >= 0 else end
+    return runs
 
 
 def _leading_expression(text: str) -> str | None:
@@ -157,8 +225,8 @@ def _leading_expression(text: str) -> str | None:
 def _first_expression(text: str) -> str | None:
     """That of what follows "answer is": its first, unless it begins otherwise or is calculated there."""
     text = ([part for part in _CORRECTED.split(text) if _expressions(part)] or [text])[-1]
-    if maths := _maths(text):
-        return maths[0]
+    if maths := _runs(_maths(text), text):
+        return _undenied(maths[0], *text.partition(maths[0]))
     if not (found := _expressions(text)):
         return None
     before, _, after = text.partition(found[0])
@@ -166,7 +234,9 @@ def _first_expression(text: str) -> str | None:
         return None
     words = re.findall(r"[^\W\d_]{2,}", before)
     is_first = "=" not in _CLAUSE.split(after)[0] and len(words) < 2 and words != ["not"]
-    return found[0] if is_first else found[-1]
+    if is_first:
+        return _undenied(found[0], before, found[0], after)
+    return _undenied(found[-1], *text.rpartition(found[-1]))
 
 
 def _boxes(text: str) -> list[tuple[int, int, str | None]]:
@@ -217,7 +287,7 @@ def _trimmed(part: str) -> str:
 def is_prose(text: str) -> bool:
     """Whether a text has words in it, and not only those of formulas."""
     words = (word[2].lower() for word in _WORD.finditer(TEXT.sub(" ", text)) if word[2])
-    return any(len(word) > 2 or word in _SHORT_WORDS for word in words)
+    return any(len(word) > 2 or word in _SHORT_WORDS or re.match(_CJK, word) for word in words)
 
 
 def bare(text: str) -> str:
@@ -260,6 +330,8 @@ def _bare_start(text: str) -> str:
 
 def _chosen(text: str) -> str | None:
     """The choice that the last sentence with one in it names, if it names one and does not reject it."""
+    if _OPTIONS.search("\n" + text.strip()):
+        return None
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n+", text)):
         sentence = _bare_start(sentence)
         if letters := {first or second for first, second in _LETTER.findall(sentence)}:

@@ -13,7 +13,7 @@ _THIN_SPACE = re.compile(r"(?<=\d)\\[,!; ](?=\d{3}(?!\d))")  # 10\,000
 _MIXED = re.compile(r"(?<![\w.,/^{}])(\d+)\s+(\d+)/(\d+)(?![\w./^]|,\d{3}(?!\d))")
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
 _SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
-_REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\overline\{(\d{1,30})\}")
+_REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d{1,30})\}")
 _PERCENT = re.compile(rf"(?<![\w./^}}])(?=\.?\d)({NUMBER})\s*(?:\\?%|percent\b)")
 _APPROXIMATELY = re.compile(
     r"^[\s$]*(?:approximately|approx\.?|about|roughly|around|~|≈|\\approx|\\sim)(?![a-z])\s*(?=[-+\d\\$.])"
@@ -21,15 +21,24 @@ _APPROXIMATELY = re.compile(
 _SIGNS = str.maketrans(
     {"−": "-", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≤": r"\le ", "≥": r"\ge "}
     | {"∈": r"\in ", "∪": r"\cup ", "∅": r"\emptyset ", "±": r"\pm ", "⁄": "/"}
+    | {"≈": r"\approx ", "≡": "=", "°": r"^\circ "}
     | dict.fromkeys("\u00a0\u2009\u202f", " ")
 )
 _COMMANDS = {  # by one name
     r"\\(?:text)?color\{[a-z]+\}": "",
     r"\\lbrace(?![a-z])": r"\\{",
     r"\\rbrace(?![a-z])": r"\\}",
+    r"\\(?:[bB]ig{1,2}[lrm]?|displaystyle|large|Large)(?![a-z])": "",
+    r"\{:\}": ":",
+    r"\\langle(?![a-z])": "(",
+    r"\\rangle(?![a-z])": ")",
+    r"(?<=[\d)}\]])\.\s*$": "",
+    r"\\\{\s*\\\}": r"\\emptyset ",
+    r"\\equiv(?![a-z])": "=",
     r"\\varnothing": r"\\emptyset",
     r"\+/-(?=\s*[\d\\])": r"\\pm ",  # 3+-2 is 1
-    r"(?<=\d)\s*[xX]\s*(?=10\s*\^)": r" \\times ",
+    r"(?<=\d)\s*[xX]\s*(?=\\?\$?\d)": r" \\times ",
+    r"\s*\n\s*(?=[A-Za-z]\s*=)": ", ",
 }
 
 

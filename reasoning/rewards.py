@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from reasoning.answers import only_repeats
 from reasoning.config import RewardConfig
 from reasoning.extraction import answer_of, boxed
 from reasoning.samples import Completion, Group
@@ -99,9 +100,14 @@ def overlong_penalty(length: int, limit: int, config: RewardConfig) -> float:
 
 
 def _accuracy(verifier: Verifier, group: Group) -> Rewards:
-    """1 for a right answer, 0 for a wrong one or a completion that was cut off, None where it is undecided."""
-    answer = group.prompt.problem.answer
-    pairs = [(completion.text if completion.finished else None, answer) for completion in group.completions]
+    """1 for a right answer, 0 for a wrong one or a completion that was cut off, None where it is undecided.
+
+    Who answers with an expression of the problem has not solved it.
+    """
+    problem = group.prompt.problem
+    asked = problem.prompt if isinstance(problem.prompt, str) else "\n".join(m["content"] for m in problem.prompt)
+    has_answer = [c.finished and not only_repeats(asked, c.text, problem.answer) for c in group.completions]
+    pairs = [(c.text if has else None, problem.answer) for c, has in zip(group.completions, has_answer, strict=True)]
     return [None if verdict is None else float(verdict) for verdict in verifier.verify_all(pairs)]
 
 

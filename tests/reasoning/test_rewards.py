@@ -49,6 +49,28 @@ def test_accuracy_pays_right_answers_of_completions_that_ended() -> None:
     assert rewarded({"accuracy": 2.0}, group()) == [2.0, 0.0, 2.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("problem", "text", "answer", "reward"),
+    [
+        ("What is 3 + 4?", "3 + 4", "7", 0.0),
+        ("12+34=", "12+34", "46", 0.0),
+        ("What is 3 + 4?", "3 + 4 = 7", "7", 1.0),
+        ("Expand $(x+1)^2$.", r"\boxed{(x + 1)^2}", "x^2+2x+1", 0.0),
+        ("Expand $(x+1)^2$.", r"\boxed{x^2+2x+1}", "x^2+2x+1", 1.0),
+        (r"Simplify $\sqrt{12}$.", r"It is $\sqrt{12}$.", r"2\sqrt{3}", 0.0),
+        ("Which is larger, $2^{10}$ or $3^5$?", "$2^{10}$", "2^{10}", 1.0),
+        ("Of 50% of 8, and 4: what is 50% of 100%?", "50%", r"50\%", 1.0),
+        ("Is it (A) 5 or (B) 6?", "B", "B", 1.0),
+        ([{"role": "user", "content": "What is 3 + 4?"}], "3 + 4", "7", 0.0),
+    ],
+)
+def test_who_repeats_an_expression_of_the_problem_has_not_solved_it(
+    problem: Any, text: str, answer: str, reward: float
+) -> None:
+    asked = Group(Prompt(Problem("p", problem, answer, {}), 0), [1], [Completion([1], [0.0], True, text)])
+    assert rewarded({"accuracy": 1.0}, asked) == [reward]
+
+
 def test_format_pays_an_answer_that_stands_alone_or_in_a_box() -> None:
     boxed = group()
     boxed.completions[1].text = r"It is \boxed{13}"

@@ -11,29 +11,40 @@ import psutil
 import pytest
 from answer_cases import (
     CASES,
-    CHOICES,
-    FRAGMENTS,
+    EQUATED,
     GOLD,
     HOSTILE,
-    LATEST,
     LAZY,
+    LISTS,
     MIXED,
-    NO_CHOICES,
     NOTATION,
     ODD,
     RELATIONS,
-    SAID,
-    SENTENCES,
+    REST,
     SIZES,
     SPELLINGS,
     UNITS,
+)
+from completion_cases import (
+    CHOICES,
+    DENIED,
+    FRAGMENTS,
+    LATEST,
+    LINKED,
+    NO_CHOICES,
+    SAID,
+    SENTENCES,
+    SIGNS,
     WRITTEN,
 )
 
 from reasoning.extraction import answer_of
 from reasoning.verifier import Verifier
 
-TABLES = [CASES, WRITTEN, LATEST, SENTENCES, FRAGMENTS, NOTATION, SIZES, MIXED, UNITS, RELATIONS, SPELLINGS, SAID]
+TABLES = [
+    *[CASES, NOTATION, SIZES, MIXED, UNITS, RELATIONS, SPELLINGS, REST, EQUATED, LISTS],
+    *[WRITTEN, LATEST, SENTENCES, FRAGMENTS, SAID, DENIED, LINKED, SIGNS],
+]
 
 
 @pytest.fixture(scope="module")
