@@ -106,9 +106,16 @@ def only_repeats(problem: str, completion: str, gold: str) -> bool:
     value, _ = measured(given) or (given, "")
     if IS_NUMBER.fullmatch(plain(value.rstrip("\\% "))):
         return False
+    if _unbracketed(given) == _unbracketed(gold):  # it was to be chosen
+        return False
     ours = squeezed(given)
     parts = (side for part in expressions(problem) for side in (part, *_EQUALS.split(part)))
-    return ours != squeezed(gold) and any(squeezed(part) == ours for part in parts)
+    return any(squeezed(part) == ours for part in parts)
+
+
+def _unbracketed(text: str) -> str:
+    """What expressions have in common that differ in spelling alone, as 1/2 and \\frac{1}{2}."""
+    return re.sub(r"[(){}\[\]$]", "", squeezed(latex(text)))
 
 
 def normal_form(answer: str) -> str:

@@ -61,6 +61,10 @@ def test_accuracy_pays_right_answers_of_completions_that_ended() -> None:
         ("Which is larger, $2^{10}$ or $3^5$?", "$2^{10}$", "2^{10}", 1.0),
         ("Of 50% of 8, and 4: what is 50% of 100%?", "50%", r"50\%", 1.0),
         ("Is it (A) 5 or (B) 6?", "B", "B", 1.0),
+        ("Which is larger, 1/2 or 1/3?", "The answer is 1/2.", r"\frac{1}{2}", 1.0),
+        (r"Which is larger, $2\sqrt{3}$ or $3\sqrt2$?", r"\boxed{3\sqrt2}", r"3\sqrt{2}", 1.0),
+        ("What is 12/4?", "12/4", "3", 0.0),
+        ("Reduce 4/8.", "4/8", r"\frac{1}{2}", 0.0),
         ([{"role": "user", "content": "What is 3 + 4?"}], "3 + 4", "7", 0.0),
     ],
 )
