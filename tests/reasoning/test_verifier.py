@@ -128,9 +128,11 @@ def test_random_hostile_strings_leave_the_pool_alive_and_its_memory_bounded() ->
         "∞",
     ]
     pairs = [("".join(draw.choices(pieces, k=draw.choice([3, 10, 40, 400]))), draw.choice(GOLD)) for _ in range(200)]
+    others = psutil.Process().children()
     with Verifier(timeout_s=0.5) as verifier:
         assert verifier.verify_all(pairs).count(True) <= 2  # a gold answer may come up by chance
-        memory = sum(child.memory_info().rss for child in psutil.Process().children())
+        pool = [child for child in psutil.Process().children() if child not in others]
+        memory = sum(child.memory_info().rss for child in pool)
         assert verifier.verify("2/14", r"\frac{1}{7}") is True and memory < 1e9
 
 
