@@ -1,68 +1,31 @@
 """The actor of a reasoning run: learns from groups of completions. Ranks, gradients, metrics and checkpoints are those
-of the embodied actor; what differs is the batch and how its log-probs are computed (`packing.py`).
+of the embodied actor; what differs is the batch (`batch.py`), its loss (`loss.py`) and how log-probs are computed
+(`packing.py`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from embodied_rl import algorithms as rl
 from embodied_rl.sums import Sums
 from embodied_rl.workers.actor import CRITIC, ActorWorker
 from embodied_rl.workers.parity import Gap, Limit
+from reasoning.batch import Batch, differ, judged, padded, samples_of
 from reasoning.config import MathConfig
 from reasoning.data import Problem
+from reasoning.loss import MEAN_OVER, denominators, share_of_loss
 from reasoning.models import LanguageModel, encode, load_tokenizer
 from reasoning.packing import Row, Sample, cut, token_scores
-from reasoning.samples import Completion, Group
+from reasoning.samples import Group
 from reasoning.workers import use_cores
 from scheduler.stage import Output
-
-# Metrics by what they are a mean over; see `LanguageActor._local_denominators`.
-MEAN_OVER = {
-    "losses/policy": "policy",
-    "losses/approx_kl": "elements",
-    "losses/clip_fraction": "elements",
-    "sampling/importance_weight": "elements",
-    "losses/entropy": "tokens",
-    "losses/kl": "tokens",
-    "losses/value": "tokens",
-    "losses/value_clip_fraction": "tokens",
-}
-
-
-@dataclass
-class _Batch:
-    """Completions to learn from: S of at most L tokens. Numbers of tokens are 0 beyond a completion's end."""
-
-    samples: list[Sample]
-    advantage: Tensor  # [S], or [S, L] with a critic
-    sampler: Tensor  # [S, L] log-probs when they were drawn
-    old: Tensor | None  # [S, L] log-probs before the update; None: those of the first forward pass are
-    reference: Tensor | None  # [S, L]
-    value: Tensor | None = None  # [S, L] before the update
-    returns: Tensor | None = None  # [S, L]
-
-    def rows(self, index: Tensor | list[int], length: int | None = None) -> _Batch:
-        index = torch.as_tensor(index, dtype=torch.long, device="cpu")
-
-        def take(x: Tensor | None) -> Any:
-            return x if x is None else x[index] if x.ndim == 1 else x[index, :length]
-
-        own = {name: take(value) for name, value in self.__dict__.items() if name != "samples"}
-        return _Batch([self.samples[number] for number in index.tolist()], **own)
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
 
 class LanguageActor(ActorWorker):
@@ -129,7 +92,7 @@ class LanguageActor(ActorWorker):
         """The same groups with the log-probs of the model before learning."""
         frozen = self.policy.network.disable_adapter() if self.policy.has_adapters else nullcontext()
         with frozen:
-            found, _ = self._score(self.reference_model or self.policy, _samples(groups))
+            found, _ = self._score(self.reference_model or self.policy, samples_of(groups))
         completions = [completion for group in groups for completion in group.completions]
         for completion, logprobs in zip(completions, found, strict=True):
             completion.reference = logprobs[: len(completion.ids)].tolist()
@@ -145,7 +108,7 @@ class LanguageActor(ActorWorker):
         sums, counts = self.accumulated
         batch, kept = self._judge(groups)
         batch = batch.rows(kept.nonzero()[:, 0])
-        for name, count in self._local_denominators(batch).items():
+        for name, count in denominators(self.config, batch, self.device).items():
             counts[name] = counts.get(name, torch.zeros(())) + count
         self._backward(batch, dict.fromkeys(counts, torch.ones((), device=self.device)), sums)
         return groups
@@ -160,7 +123,7 @@ class LanguageActor(ActorWorker):
             raise RuntimeError(f"iteration {self.iteration} was given completions of version {min(stale)}")
         self.waiting += groups
         if not is_last:
-            useful = sum(_differ(map(_judged, group.completions)) for group in self.waiting)
+            useful = sum(differ(map(judged, group.completions)) for group in self.waiting)
             missing = self.config.sampling.prompts - int(self._total(torch.tensor(useful)))
             if missing > 0:
                 return Output([], {"missing": missing})
@@ -203,43 +166,43 @@ class LanguageActor(ActorWorker):
 
     # ------------------------------------------------------------------------------------------ the batch
 
-    def _learnable(self, groups: list[Group], sums: Sums) -> _Batch:
+    def _learnable(self, groups: list[Group], sums: Sums) -> Batch:
         """Advantages, and only the completions that count."""
         batch, kept = self._judge(groups)
         if self.config.algorithm.group_advantage == "reinforce_baseline":  # over the batch of all ranks
             batch.advantage = self._normalise(batch.advantage, kept)
         if batch.value is not None and batch.returns is not None:
-            mask = _mask(batch.samples) & kept[:, None]
+            mask = batch.mask & kept[:, None]
             batch.advantage = self._normalise(batch.advantage, mask)
             variance = self._explained_variance(batch.value, batch.returns, mask)
             sums.add("losses/explained_variance", variance)
         self._mean(sums, "grpo/kept_fraction", kept.float())
         return batch.rows(kept.nonzero()[:, 0])
 
-    def _judge(self, groups: list[Group]) -> tuple[_Batch, Tensor]:
+    def _judge(self, groups: list[Group]) -> tuple[Batch, Tensor]:
         """Advantages as far as a group decides them, and which completions [S] count."""
-        algorithm, samples = self.config.algorithm, _samples(groups)
+        algorithm, samples = self.config.algorithm, samples_of(groups)
         completions = [completion for group in groups for completion in group.completions]
         group_id = torch.tensor([sample.group for sample in samples], dtype=torch.long)
         kept = torch.tensor([c.reward is not None for c in completions], dtype=torch.bool)
         score = torch.tensor([c.reward or 0.0 for c in completions], dtype=torch.float64)
-        batch = _Batch(
+        batch = Batch(
             samples,
             torch.zeros(len(samples)),
-            _padded([c.logprobs for c in completions]),
+            padded([c.logprobs for c in completions]),
             None,
-            _padded([c.reference for c in completions if c.reference]) if algorithm.kl_coef else None,
+            padded([c.reference for c in completions if c.reference]) if algorithm.kl_coef else None,
         )
         penalised = bool(algorithm.kl_coef) and algorithm.kl_in == "reward"
         if penalised or algorithm.name == "ppo" or algorithm.epochs * algorithm.minibatches > 1:
             logprobs, values = self._score(self.policy, samples)
-            batch.old = _padded([row.tolist() for row in logprobs])
-            batch.value = _padded([row.tolist() for row in values]) if values else None
+            batch.old = padded([row.tolist() for row in logprobs])
+            batch.value = padded([row.tolist() for row in values]) if values else None
         valid = kept
         if algorithm.drop_flat_groups:
-            differ = [_differ(map(_judged, group.completions)) for group in groups for _ in group.completions]
-            kept = valid & torch.tensor(differ, dtype=torch.bool)
-        mask = _mask(samples)
+            teaches = [differ(map(judged, group.completions)) for group in groups for _ in group.completions]
+            kept = valid & torch.tensor(teaches, dtype=torch.bool)
+        mask = batch.mask
         penalty = torch.zeros(mask.shape)
         if penalised and batch.old is not None and batch.reference is not None:
             penalty = algorithm.kl_coef * rl.kl_penalty(batch.old, batch.reference, algorithm.kl, mask)
@@ -273,7 +236,7 @@ class LanguageActor(ActorWorker):
         for name in self.config.reward.functions:
             known = [c.rewards[name] for c in completions if c.rewards[name] is not None]
             self._mean(sums, f"reward/{name}", torch.tensor(known))
-        flat = [float(not _differ(c.reward for c in group.completions)) for group in groups]
+        flat = [float(not differ(c.reward for c in group.completions)) for group in groups]
         self._mean(sums, "grpo/zero_std_fraction", torch.tensor(flat))
         stale = [float(self.iteration - group.version) for group in groups]
         self._mean(sums, "sampling/staleness", torch.tensor(stale))
@@ -301,13 +264,13 @@ class LanguageActor(ActorWorker):
 
     # ------------------------------------------------------------------------------------------ one step
 
-    def _learn_from(self, batch: _Batch, sums: Sums) -> None:
+    def _learn_from(self, batch: Batch, sums: Sums) -> None:
         algorithm = self.config.algorithm
         for _ in range(algorithm.epochs):
             for index in torch.randperm(len(batch), generator=self.generator).tensor_split(algorithm.minibatches):
                 self._one_step(batch.rows(index), sums)
 
-    def _one_step(self, minibatch: _Batch, sums: Sums) -> None:
+    def _one_step(self, minibatch: Batch, sums: Sums) -> None:
         """One optimiser step; none without a completion on any rank."""
         totals = self._denominators(minibatch)
         if not totals["elements"]:  # fewer completions than minibatches
@@ -321,7 +284,7 @@ class LanguageActor(ActorWorker):
 
     def _step_accumulated(self, sums: Sums, counts: dict[str, Tensor]) -> None:
         """The optimiser step of an iteration whose gradients were accumulated."""
-        none = self._local_denominators(_Batch([], torch.zeros(0), torch.zeros(0, 1), None, None))
+        none = denominators(self.config, Batch([], torch.zeros(0), torch.zeros(0, 1), None, None), self.device)
         totals = {name: self._total(counts.get(name, zero)) for name, zero in none.items()}
         if not counts:  # this rank was given no group
             self.optimizer.zero_grad()
@@ -345,75 +308,23 @@ class LanguageActor(ActorWorker):
     def _cut(self, samples: list[Sample]) -> list[list[Row]]:
         return cut(samples, self.config.algorithm.token_budget, self.policy.network.config.hidden_size)
 
-    def _backward(self, minibatch: _Batch, totals: dict[str, Tensor], sums: Sums) -> None:
+    def _backward(self, minibatch: Batch, totals: dict[str, Tensor], sums: Sums) -> None:
         for rows in self._cut(minibatch.samples):
             self._share_of_loss(minibatch, totals, sums, rows).backward()
 
-    def _denominators(self, minibatch: _Batch) -> dict[str, Tensor]:
-        """Global denominators: of the policy terms at the level of the ratio, and of terms for each token."""
-        return {name: self._total(count) for name, count in self._local_denominators(minibatch).items()}
+    def _denominators(self, minibatch: Batch) -> dict[str, Tensor]:
+        """The denominators over all ranks."""
+        counts = denominators(self.config, minibatch, self.device)
+        return {name: self._total(count) for name, count in counts.items()}
 
-    def _local_denominators(self, minibatch: _Batch) -> dict[str, Tensor]:
-        """This rank's shares of them."""
-        algorithm, longest = self.config.algorithm, self.config.sampling.max_new_tokens
-        mask, mode = _mask(minibatch.samples), algorithm.aggregation or "token-mean"
-        tokens, sequences = mask.sum().float(), torch.tensor(float(len(mask)))
-        is_by_token = algorithm.ratio_level == "token"
-        by_token = rl.normaliser(mask, mode, longest)
-        counts = {
-            "policy": by_token if is_by_token else rl.normaliser(mask.any(1), mode, 1),
-            "elements": tokens if is_by_token else sequences,
-            "kl": by_token,
-            "tokens": tokens,
-        }
-        return {name: count.to(self.device) for name, count in counts.items()}
-
-    def _share_of_loss(self, minibatch: _Batch, totals: dict[str, Tensor], sums: Sums, rows: list[Row]) -> Tensor:
+    def _share_of_loss(self, minibatch: Batch, totals: dict[str, Tensor], sums: Sums, rows: list[Row]) -> Tensor:
         """The rows' share of the global loss."""
-        algorithm = self.config.algorithm
-        mode, level = algorithm.aggregation or "token-mean", algorithm.ratio_level or "token"
         scores = token_scores(self.policy, minibatch.samples, rows, self.config.sampling.temperature)
-        logprob, mask = scores.logprob, scores.mask
-        micro = minibatch.rows([number for row in rows for number in row.numbers], logprob.shape[1])
-        sampler, advantage = micro.sampler.to(self.device), micro.advantage.to(self.device)
-        old = logprob.detach() if micro.old is None else micro.old.to(self.device)
-
-        def note(name: str, x: Tensor) -> None:
-            sums.add_part(name, x.sum() / totals[MEAN_OVER[name]])
-
-        ratio, valid = rl.log_ratio(logprob[..., None], old[..., None], mask, level)
-        ratio, valid = (x.squeeze(-1) if level == "token" else x for x in (ratio, valid))
-        clip_low, clip_high = algorithm.clip_low or 0.2, algorithm.clip_high or 0.2
-        if algorithm.loss == "cispo":
-            policy = rl.cispo_loss(ratio, logprob, advantage, valid, clip_low, clip_high)
-        else:
-            policy = rl.policy_loss(ratio, advantage, valid, clip_low, clip_high, algorithm.dual_clip)
-        per_element = policy.loss
-        if algorithm.importance_cap is not None:
-            gap, _ = rl.log_ratio(old[..., None], sampler[..., None], mask, level)
-            gap = gap.squeeze(-1) if level == "token" else gap
-            weight = rl.importance_weight(gap, torch.zeros_like(gap), algorithm.importance_cap, valid)
-            per_element = per_element * weight
-            note("sampling/importance_weight", weight)
-        loss = policy_part = rl.reduce(per_element, valid, mode, totals["policy"])
-        if micro.reference is not None:
-            kl = rl.kl_penalty(logprob, micro.reference.to(self.device), algorithm.kl, mask)
-            note("losses/kl", kl)
-            if algorithm.kl_in == "loss":
-                loss = loss + algorithm.kl_coef * rl.reduce(kl, mask, mode, totals["kl"])
-        if scores.value is not None and micro.value is not None and micro.returns is not None:
-            before, returns = micro.value.to(self.device), micro.returns.to(self.device)
-            error, clipped = rl.value_loss(scores.value, before, returns, algorithm.value_clip, "mse", mask=mask)
-            loss = loss + algorithm.value_coef * error.sum() / totals["tokens"]
-            note("losses/value", error)
-            note("losses/value_clip_fraction", clipped.float())
+        numbers = [number for row in rows for number in row.numbers]
+        micro = minibatch.rows(numbers, scores.logprob.shape[1]).to(self.device)
         if self.gap is not None:
-            self.gap.add(logprob, sampler, mask)
-        sums.add_part("losses/policy", policy_part)
-        note("losses/entropy", scores.entropy)
-        note("losses/approx_kl", policy.approx_kl)
-        note("losses/clip_fraction", policy.clipped.float())
-        return loss
+            self.gap.add(scores.logprob, micro.sampler, scores.mask)
+        return share_of_loss(self.config, scores, micro, totals, sums)
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -444,28 +355,3 @@ class LanguageActor(ActorWorker):
 def _answer_ids(tokenizer: Any, problem: Problem) -> list[int]:
     """What a completion with the reference answer would be: no token that begins a text, and the one that ends it."""
     return [*tokenizer.encode(problem.answer, add_special_tokens=False), tokenizer.eos_token_id]
-
-
-def _samples(groups: list[Group]) -> list[Sample]:
-    return [Sample(group.prompt.number, group.prompt_ids, c.ids) for group in groups for c in group.completions]
-
-
-def _judged(completion: Completion) -> float | None:
-    """What dynamic sampling compares (DAPO, arXiv 2503.14476, equation 11): accuracy if it is paid, else the reward."""
-    return None if completion.reward is None else completion.rewards.get("accuracy", completion.reward)
-
-
-def _differ(values: Iterable[float | None]) -> bool:
-    """Whether a group teaches anything: not where all that is decided in it is equal."""
-    return len({value for value in values if value is not None}) > 1
-
-
-def _mask(samples: list[Sample]) -> Tensor:
-    """Bool [S, L]: where completions have tokens."""
-    lengths = torch.tensor([len(sample.completion) for sample in samples], dtype=torch.long)
-    return torch.arange(int(lengths.max()) if len(lengths) else 1) < lengths[:, None]
-
-
-def _padded(rows: list[list[float]]) -> Tensor:
-    """[S, L], 0 beyond the end of a row."""
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True) if rows else torch.zeros(0, 1)

@@ -11,7 +11,8 @@ import torch
 from learners import learner, scored
 
 from embodied_rl.sums import Sums
-from reasoning.actor import LanguageActor, _answer_ids, _samples
+from reasoning.actor import LanguageActor, _answer_ids
+from reasoning.batch import samples_of
 from reasoning.config import ModelConfig
 from reasoning.data import Problem
 from reasoning.generate import Generator, Request
@@ -34,7 +35,7 @@ def tiny(has_critic: bool = False, **model: Any) -> LanguageModel:
 def of_the_model(groups: list[Group], actor: LanguageActor, apart: float = 0.0) -> list[Group]:
     """The same groups with the log-probs that the actor's model gives, or others that far from them."""
     completions = [completion for group in groups for completion in group.completions]
-    for completion, logprob in zip(completions, actor._score(actor.policy, _samples(groups))[0], strict=True):
+    for completion, logprob in zip(completions, actor._score(actor.policy, samples_of(groups))[0], strict=True):
         completion.logprobs = (logprob - apart).tolist()
     return groups
 
@@ -76,7 +77,7 @@ def test_new_adapters_are_decided_by_the_seed() -> None:
 def test_weights_correct_for_an_older_sampler_up_to_the_cap() -> None:
     groups = scored([([5], [[7], [8]])])
     actor = learner("dr_grpo", tiny(), importance_cap=2.0)
-    own, _ = actor._score(actor.policy, _samples(groups))
+    own, _ = actor._score(actor.policy, samples_of(groups))
     for completion, logprob, ratio, reward in zip(groups[0].completions, own, [3.0, 0.5], [1.0, 0.0], strict=True):
         completion.logprobs, completion.reward = [float(logprob) - math.log(ratio)], reward
     metrics = actor.update(groups).report["metrics"]
@@ -109,7 +110,7 @@ def test_a_critic_that_expects_nothing_gives_advantages_by_hand() -> None:
 def test_a_divergence_in_the_reward_comes_with_its_token() -> None:
     actor = learner("ppo", tiny(has_critic=True), lam=1.0, kl_coef=1.0, kl_in="reward", kl="k1")
     groups = scored([([5], [[7, 8]])])
-    own, _ = actor._score(actor.policy, _samples(groups))
+    own, _ = actor._score(actor.policy, samples_of(groups))
     completion = groups[0].completions[0]
     completion.reward, completion.reference = 1.0, (own[0] - torch.tensor([0.25, 0.5])).tolist()
     batch, _ = actor._judge(groups)

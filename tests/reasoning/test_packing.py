@@ -10,7 +10,8 @@ from learners import learner, scored
 from torch import Tensor
 
 from embodied_rl.sums import Sums
-from reasoning.actor import LanguageActor, _samples
+from reasoning.actor import LanguageActor
+from reasoning.batch import samples_of
 from reasoning.config import ModelConfig
 from reasoning.models import LanguageModel
 from reasoning.packing import Row, Sample, cut, token_scores
@@ -96,7 +97,7 @@ def gradients(actor: LanguageActor, shares: list[list[Group]]) -> tuple[float, l
     totals, loss = actor._denominators(everything), 0.0
     first = 0
     for share in shares:
-        count = sum(1 for _ in _samples(share))
+        count = sum(1 for _ in samples_of(share))
         part = everything.rows(list(range(first, first + count)))
         first += count
         for rows in actor._cut(part.samples):
@@ -151,7 +152,7 @@ def test_grpo_advantages_of_a_hand_worked_group(model: LanguageModel) -> None:
 def test_the_divergence_in_the_reward_lowers_what_strays_from_the_reference(model: LanguageModel) -> None:
     groups = scored([([5], [[7], [8]])])
     actor = learner("dr_grpo", model, kl_coef=1.0, kl_in="reward", kl="k1")
-    own, _ = actor._score(model, _samples(groups))
+    own, _ = actor._score(model, samples_of(groups))
     for completion, logprob, apart in zip(groups[0].completions, own, [0.5, 0.0], strict=True):
         completion.reward, completion.reference = 1.0, (logprob - apart).tolist()
     batch = actor._learnable(groups, Sums())
