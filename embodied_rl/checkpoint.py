@@ -151,9 +151,9 @@ def problems(path: Path) -> list[str]:
         file = path / name
         if Path(name).name != name:
             wrong.append(f"{name} lies outside the checkpoint")
-        elif not file.is_file():
+        elif (size := _size(file)) is None:
             wrong.append(f"{name} is missing")
-        elif (size := file.stat().st_size) != entry.size:
+        elif size != entry.size:
             wrong.append(f"{name} has {size} bytes instead of {entry.size}")
         elif not _is_sound(file, entry):
             wrong.append(f"{name} is damaged: its SHA-256 is not the one in manifest.json")
@@ -254,6 +254,14 @@ def _write_json(path: Path, data: Any) -> None:
 def _entry(path: Path) -> FileEntry:
     with path.open("rb") as file:
         return FileEntry(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
+
+
+def _size(path: Path) -> int | None:
+    """None: there is none, or not any more, as a run that goes on removes its older checkpoints."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def _is_sound(path: Path, entry: FileEntry) -> bool:
