@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.utils import accept_key
 
-from embodied_rl import policy_server
+from embodied_rl import policy_client, policy_server
 from embodied_rl.build import build_policy
 from embodied_rl.checkpoint import save_checkpoint
 from embodied_rl.cli import app
@@ -62,7 +63,7 @@ def port(checkpoint: Path) -> Iterator[int]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert known.wait(20)
+    assert known.wait(60)
     yield ports[0]
     loop.call_soon_threadsafe(task.cancel)
     thread.join(20)
@@ -101,7 +102,7 @@ def test_only_those_with_the_token_are_admitted_and_anybody_may_ask_for_its_heal
     for token in (None, "another one"):
         with pytest.raises(InvalidStatus, match="401"):
             PolicyClient(f"ws://127.0.0.1:{port}", token)
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.putrequest("GET", "/")
     for token in (TOKEN, "another one"):
         connection.putheader("Authorization", f"Api-Key {token}")
@@ -212,31 +213,36 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one() -> None:
         with suppress(ConnectionClosed):
             for number in range(2):
                 socket.recv()
-                late.wait(20 if number == 0 else 0)
+                late.wait(60)
                 socket.send(pack({"actions": number}))
 
     with websockets.sync.server.serve(talk, "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        client = PolicyClient(f"ws://127.0.0.1:{server.socket.getsockname()[1]}", timeout_s=1)
+        client = PolicyClient(f"ws://127.0.0.1:{server.socket.getsockname()[1]}")
+        client._timeout_s = 1  # connecting may take longer
         with pytest.raises(TimeoutError):
-            threading.Timer(2, late.set).start()
             client.infer({})
+        late.set()
         with pytest.raises(ConnectionClosed):
             client.infer({})
         server.shutdown()
 
 
-def test_a_server_that_takes_nothing_in_is_waited_for_no_longer_than_asked() -> None:
+def test_a_server_that_takes_nothing_in_is_waited_for_no_longer_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def talk() -> None:
         connection, _ = listener.accept()
         with connection:
             request = connection.recv(2**16).decode()
             key = request.partition("Sec-WebSocket-Key: ")[2].partition("\r\n")[0]
             head = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            connection.sendall(f"{head}Sec-WebSocket-Accept: {accept_key(key)}\r\n\r\n".encode())
-            connection.sendall(b"\x82\x01" + pack({}))
-            over.wait(30)
+            accepted = f"{head}Sec-WebSocket-Accept: {accept_key(key)}\r\n\r\n".encode()
+            connection.sendall(accepted + b"\x82\x01" + pack({}))
+            over.wait(60)
 
+    def connect_however_long_it_takes(address: str, **options: Any) -> websockets.sync.client.ClientConnection:
+        return websockets.sync.client.connect(address, **{**options, "open_timeout": 60})
+
+    monkeypatch.setattr(policy_client, "connect", connect_however_long_it_takes)
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=talk)
