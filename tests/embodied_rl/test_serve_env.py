@@ -53,7 +53,7 @@ def test_a_server_that_was_to_end_leaves_nothing_behind(tmp_path: Path, by: sign
     with serving(tmp_path) as (server, _):
         server.send_signal(by)
         assert server.wait(60) == (-by if by == signal.SIGKILL else 0)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while list(tmp_path.iterdir()):  # the server itself finds out that it is alone
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -64,7 +64,7 @@ def test_a_single_interruption_of_the_terminals_whole_group_waits_for_the_sessio
         pool = RemotePool(address, "gymnasium", "CartPole-v1", timeout_s=20)
         os.killpg(server.pid, signal.SIGINT)
         with pytest.raises(EnvError, match="about to end"):
-            for _ in range(200):  # until the signal has arrived
+            for _ in range(1200):  # until the signal has arrived
                 RemotePool(address, "gymnasium", "CartPole-v1", timeout_s=20).close()
                 time.sleep(0.05)
         assert pool.vector_env(EnvSettings("gymnasium", "CartPole-v1"), range(1)).reset()

@@ -42,7 +42,7 @@ def lines(run_dir: Path) -> list[str]:
 
 def wandb_records(run_dir: Path, expected: list[bytes]) -> bytes:
     """What W&B wrote offline; its service writes the last of it some milliseconds after a run is finished."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         written = b"".join(path.read_bytes() for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")))
         if all(value in written for value in expected) or time.monotonic() > deadline:
