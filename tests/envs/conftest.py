@@ -16,7 +16,7 @@ def make_pool() -> Iterator[Callable[..., EnvPool]]:
     """Makes pools that are closed after the test."""
     pools: list[EnvPool] = []
 
-    def make(processes: int = 2, timeout_s: float = 30.0) -> EnvPool:
+    def make(processes: int = 2, timeout_s: float = 120.0) -> EnvPool:
         pools.append(EnvPool(processes, timeout_s))
         return pools[-1]
 

@@ -34,11 +34,11 @@ def assert_rows_equal(one: ChunkResult, other: ChunkResult, rows: slice) -> None
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it goes between opening and reading
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -96,13 +96,17 @@ def test_process_that_is_silent_beyond_the_limit_is_replaced(
     caplog: pytest.LogCaptureFixture,
     moment: str,
 ) -> None:
-    pool = make_pool(timeout_s=1.0)
+    pool = make_pool()
     env = pool.vector_env(faulty, range(2))
     env.reset()
-    (tmp_path / "step").write_text(f"once {moment}")
+    (tmp_path / "step").write_text(f"once {moment} {episode_seed(0, 0, 0)}")
+    env.chunk_step_async(actions_for(env, 1))
+    assert wait_until(lambda: pool.take_in() or bool(pool.processes[1].peek(env.key)))
+    usual, pool.timeout_s = pool.timeout_s, 1.0  # not before the other has answered, which may take as long
     with caplog.at_level(logging.WARNING):
-        result = env.chunk_step(actions_for(env, 1))
-    assert result.lost.sum() == 1 and result.valid.sum() == 1
+        result = env.chunk_step_wait()
+    pool.timeout_s = usual
+    assert result.lost.tolist() == [True, False] and result.valid[:, 0].tolist() == [False, True]
     assert "did not answer for 1 s and was killed" in caplog.text
     assert env.chunk_step(actions_for(env, 1)).valid.all()
 
@@ -336,6 +340,7 @@ def test_process_stopped_while_it_is_sent_more_than_the_pipe_holds_is_replaced(
     make_pool: Callable[..., EnvPool],
 ) -> None:
     pool = make_pool(processes=1, timeout_s=1.0)
+    pool.timeout_s = 120.0  # for answers, and for the process that takes its place
     env = pool.vector_env(replace(TOY, horizon=10**6), range(2))
     env.reset()
     saved = env.state()
@@ -371,7 +376,7 @@ def test_many_replacements_leak_no_descriptors(make_pool: Callable[..., EnvPool]
         os.kill(pool.pids[0], signal.SIGKILL)
         assert env.chunk_step(actions_for(env, 1)).lost.all()
         assert env.chunk_step(actions_for(env, 1)).valid.all()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # earlier tests' may go
     assert pool.replaced == 10
 
 
