@@ -9,20 +9,29 @@ import numpy as np
 from envs.base import ChunkResult, EnvSettings, VectorEnv
 from envs.client import RemotePool
 from envs.server import EnvServer
+from envs.session import Session
 
 TOY = EnvSettings("toy:Toy", "Toy", observation=("state", "image"))
 Start = Callable[..., EnvServer]
 
 
 def connect(server: EnvServer, **options: object) -> RemotePool:
-    return RemotePool(server.address, "toy:Toy", "Toy", **{"timeout_s": 20.0, **options})  # type: ignore[arg-type]
+    return RemotePool(server.address, "toy:Toy", "Toy", **{"timeout_s": 60.0, **options})  # type: ignore[arg-type]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def forget_session(server: EnvServer) -> Session:
+    """Have a server lose the only session it has, which is returned. Its thread may be going through them just now, so
+    they are not taken from under its feet."""
+    (gone,) = server.sessions.values()
+    server.sessions = {}
+    return gone
 
 
 def actions(env: VectorEnv, chunk: int, seed: int = 0) -> np.ndarray:

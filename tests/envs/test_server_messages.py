@@ -67,7 +67,7 @@ def is_answered(dealer: zmq.Socket, session: bytes) -> bool:
     """Whether the server has survived what was sent before: it says that it knows no such session. What comes first are
     answers to earlier requests."""
     dealer.send_multipart(wire.pack({"protocol": wire.PROTOCOL, "session": session, "op": "state", "number": 1}))
-    while dealer.poll(20_000):
+    while dealer.poll(60_000):
         if wire.unpack(dealer.recv_multipart()).get("gone") == session:
             return True
     return False
