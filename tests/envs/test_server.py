@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
-from served import TOY, Start, actions, assert_equal, connect, wait_until
+from served import TOY, Start, actions, assert_equal, connect, forget_session, wait_until
 
 from envs import remote, wire
 from envs.base import EnvError, EnvSettings
@@ -132,7 +132,7 @@ def test_two_chunks_in_flight_in_a_process_that_dies_are_both_answered_at_once(
 def test_what_is_not_served_is_refused_with_what_is(start: Start) -> None:
     server = start(max_sessions=1, max_envs=3)
     with pytest.raises(EnvError, match=r"the server has Toy \(toy:Toy\), and asked for is PushCube-v1 \(maniskill\)"):
-        RemotePool(server.address, "maniskill", "PushCube-v1", timeout_s=10)
+        RemotePool(server.address, "maniskill", "PushCube-v1", timeout_s=60)
     for none in (-1, 0):
         with pytest.raises(ValueError, match=f"{none} env processes"):
             connect(server, processes=none)
@@ -147,7 +147,7 @@ def test_what_is_not_served_is_refused_with_what_is(start: Start) -> None:
 
 
 def test_a_simulation_on_a_gpu_is_refused_before_it_is_made(start: Start) -> None:
-    pool = RemotePool(start(kind="maniskill", env_id="PushCube-v1").address, "maniskill", "PushCube-v1", timeout_s=20)
+    pool = RemotePool(start(kind="maniskill", env_id="PushCube-v1").address, "maniskill", "PushCube-v1", timeout_s=60)
     with pytest.raises(EnvError, match="simulates on its CPUs"):
         pool.vector_env(EnvSettings("maniskill", "PushCube-v1", simulator={"sim_backend": "gpu"}), range(1))
     pool.close()
@@ -207,7 +207,7 @@ def test_only_those_who_know_the_token_get_in_and_what_they_said_cannot_be_said_
         connect(start(), token=TOKEN)
     port = int(server.address.rpartition(":")[2])
     with Tap(port) as tap:
-        pool = RemotePool(f"tcp://127.0.0.1:{tap.port}", "toy:Toy", "Toy", timeout_s=20, token=TOKEN)
+        pool = RemotePool(f"tcp://127.0.0.1:{tap.port}", "toy:Toy", "Toy", timeout_s=60, token=TOKEN)
         env = pool.vector_env(TOY, range(2))
         env.reset()
         pool.close()
@@ -284,7 +284,7 @@ def test_an_answer_is_given_again_where_the_connection_broke_and_only_there(serv
         for connection, said in ((pool._socket, ["missing", "missing"]), (again, ["missing", "reply", "missing"])):
             for _ in range(2):
                 connection.send_multipart(ping)
-            heard = [wire.unpack(connection.recv_multipart()) for _ in said if connection.poll(10_000)]
+            heard = [wire.unpack(connection.recv_multipart()) for _ in said if connection.poll(60_000)]
             assert [next(iter(message)) for message in heard] == said
     malformed = server.counts["malformed"]
     for awaiting in ([request.number] * 5000, {"1": 1}, None):
@@ -301,7 +301,7 @@ def test_a_request_in_flight_as_the_session_is_lost_is_answered_the_way_that_the
     pool = connect(server)
     env, twin = pool.vector_env(TOY, range(2)), EpisodicVectorEnv(VectorArgs(TOY, range(2)))
     assert env.is_shared
-    server.sessions.clear()
+    forget_session(server)
     monkeypatch.setattr(remote, "map_shared", lambda *_: None)
     seen, right = env.reset([0, 1], [5, 6]), twin.reset([0, 1], [5, 6])
     assert not env.is_shared and pool.replaced == 2
@@ -334,7 +334,7 @@ def test_a_session_whose_opening_the_server_has_forgotten_is_opened_once_more(tm
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            pool = RemotePool(address, "toy:Toy", "Toy", timeout_s=20)
+            pool = RemotePool(address, "toy:Toy", "Toy", timeout_s=60)
             assert pool.num_processes == 1
             pool.close()
         finally:
@@ -343,22 +343,25 @@ def test_a_session_whose_opening_the_server_has_forgotten_is_opened_once_more(tm
 
 
 def test_a_server_that_ends_as_a_session_does_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    close, closing, seen = EnvPool.close, threading.Lock(), list[bool]()
+    close, closing, stopped, seen = EnvPool.close, threading.Lock(), threading.Event(), list[bool]()
 
     def slowly(pool: EnvPool) -> None:
         seen.append(closing.acquire(blocking=False))  # twice at once it would close what is others' by then
+        stopped.wait(60)
         time.sleep(0.3)
         close(pool)
         closing.release()
 
     monkeypatch.setattr(EnvPool, "close", slowly)
+    monkeypatch.setattr("envs.server.JOB_S", 60)
     server = EnvServer("toy:Toy", "Toy", "tcp://127.0.0.1:*", limits=Limits(processes=1))
     thread = threading.Thread(target=server.run)
     thread.start()
     connect(server).close()
     wait_until(lambda: bool(seen))
     server.stop(at_once=True)
-    thread.join(20)
+    stopped.set()
+    thread.join(60)
     assert len(seen) == 2 and all(seen) and server._context.closed
 
 
@@ -370,14 +373,14 @@ def test_a_server_that_cannot_bind_leaves_nothing_that_would_be_waited_for(serve
 
 
 def test_health_and_metrics_tell_how_the_server_does(start: Start) -> None:
-    server = start(drain_s=15)
+    server = start(drain_s=300)
     port = serve_metrics(server, 0)
-    get = lambda path: urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).read().decode()  # noqa: E731
+    get = lambda path: urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60).read().decode()  # noqa: E731
     pool = connect(server)
     env = pool.vector_env(TOY, range(3), chunk=2)
     env.reset()
     steps = sum(int(env.chunk_step(actions(env, 2)).valid.sum()) for _ in range(3))
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4"  # Prometheus refuses what has none
     values = dict(line.split() for line in get("/metrics").splitlines())
     assert values["env_server_envs"] == "3" and values["env_server_sessions"] == "1"
