@@ -43,6 +43,8 @@ def run_faults(
     defaults = {name: key.default for name, key in all_keys(type(config)).items()}
     try:
         old = defaults | flat(read_manifest(checkpoint).config, type(config))
+    except ValueError as error:  # whoever uses the run has removed it meanwhile
+        return [Fault("--resume", str(checkpoint), str(error), "is the run still going on?")]
     except AttributeError:
         return [Fault("--resume", str(checkpoint), "the configuration in its manifest.json is damaged", "")]
     new = flat(config.model_dump(mode="json"), type(config))
