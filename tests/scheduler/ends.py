@@ -1,11 +1,11 @@
-"""What tests of channels share: a channel of a hub, a call in a thread or process, and a wait."""
+"""What tests of channels share: a channel of a hub, who waits in it, a call in a thread or process, and a wait."""
 
-import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from scheduler.channel import Channel
@@ -14,12 +14,25 @@ from scheduler.transport import Location, pack, unpack
 
 
 def make(hub: Hub, name: str = "c", capacity: int = 16, receivers: tuple[Location, ...] = ()) -> Channel:
-    return Channel(name, hub.endpoint, capacity, "env", "actor", receivers, 30.0)
+    return Channel(name, hub.endpoint, capacity, "env", "actor", receivers, 60.0)
 
 
-def descriptors() -> int:
-    """How many files and connections this process has open."""
-    return len(os.listdir("/proc/self/fd"))
+def waiters(hub: Hub, name: str = "c") -> int:
+    """How many wait for items of a channel, or for room in it."""
+    queues = list(hub._channels[name].queues.values()) if name in hub._channels else []
+    return sum(len(queue.getters) + len(queue.putters) for queue in queues)
+
+
+def connections(hub: Hub) -> int:
+    """How many clients of this host the hub is connected to."""
+    return Path("/proc/net/unix").read_text().count(hub.endpoint.local.removeprefix("ipc://")) - 1  # where it listens
+
+
+def await_farewell(hub: Hub, before: int) -> None:
+    """Wait until the hub has fewer connections than before, and no longer delivers to the one that went."""
+    assert wait_until(lambda: connections(hub) < before)
+    for _ in range(2):  # on the first the end of the connection reaches its queue, and on the second it has seen it
+        make(hub, "other").size()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
@@ -50,7 +63,7 @@ class Background:
         return self.thread.is_alive()
 
     def result(self) -> Any:
-        self.thread.join(30)
+        self.thread.join(90)
         assert not self.thread.is_alive(), "it hangs"
         return self.outcome
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ends import Background, descriptors, make, wait_until
+from ends import Background, await_farewell, connections, make, wait_until, waiters
 from probes import LARGE, consume, produce, wait_for_items
 
 from scheduler import channel as channels
@@ -198,18 +198,23 @@ def test_no_item_is_lost_or_doubled_when_gets_time_out_all_the_time(hub: Hub) ->
 
 
 def test_an_interrupted_get_takes_nothing_later(hub: Hub) -> None:
-    channel = make(hub)
+    channel, here = make(hub), threading.get_ident()
     channel.size()
-    connected = descriptors()
+    connected = connections(hub)
+
+    def interrupt() -> None:
+        assert wait_until(lambda: waiters(hub) == 1)
+        signal.pthread_kill(here, signal.SIGALRM)
+
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         with pytest.raises(KeyboardInterrupt):
+            interrupting = Background(interrupt)
             channel.get()
     finally:
         signal.signal(signal.SIGALRM, before)
-    wait_until(lambda: descriptors() < connected, 5.0)
-    time.sleep(0.1)  # until the hub has seen the connection go
+    assert interrupting.result() is None
+    await_farewell(hub, connected)
     channel.put("kept")
     assert channel.get(timeout=5) == "kept"
 
@@ -253,12 +258,11 @@ def test_a_consumer_killed_while_it_waits_takes_nothing(hub: Hub, n: int) -> Non
     channel = make(hub)
     process = SPAWN.Process(target=wait_for_items, args=(channel, n))
     process.start()
-    assert wait_until(lambda: "c" in hub._channels)
-    connected = descriptors()
+    assert wait_until(lambda: waiters(hub) == 1)
+    connected = connections(hub)
     process.kill()
     process.join()
-    wait_until(lambda: descriptors() < connected, 5.0)
-    time.sleep(0.1)  # until the hub has seen the connection go
+    await_farewell(hub, connected)
     for i in range(3):
         channel.put(i)
     assert channel.get(n=3, timeout=10) == [0, 1, 2]
@@ -380,7 +384,7 @@ def test_an_error_drops_messages_whose_memory_has_gone(hub: Hub, arena: Arena) -
 
 def test_failing_all_closes_every_channel_there_is(hub: Hub) -> None:
     waiting = [Background(lambda name=name: make(hub, name).get()) for name in ("a", "b")]  # type: ignore[misc]
-    assert all(one.waits for one in waiting)
+    assert wait_until(lambda: waiters(hub, "a") == waiters(hub, "b") == 1)
     fail_all(hub.endpoint.local, ValueError("gone"))
     assert all(isinstance(one.result(), ValueError) for one in waiting)
     make(hub, "new").put(1)
@@ -396,7 +400,7 @@ def test_closing_the_hub_releases_whoever_waits() -> None:
     hub = Hub("here")
     directory = Path(hub._directory.name)
     waiting = Background(lambda: make(hub).get())
-    assert waiting.waits
+    assert wait_until(lambda: waiters(hub) == 1)
     hub.close()
     hub.close()
     assert isinstance(waiting.result(), ChannelClosed)
@@ -472,7 +476,7 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
     [((), "inline"), ((Location("here", -1),), "shared_memory"), ((Location.here("here"),), "reference")],
 )
 def test_the_trace_shows_the_transport_and_the_bytes(
-    hub: Hub, trace: Trace, receivers: tuple[Location, ...], way: str
+    hub: Hub, trace: Trace, arena: Arena, receivers: tuple[Location, ...], way: str
 ) -> None:
     channel = make(hub, receivers=receivers)
     channel.put(np.zeros(LARGE))
@@ -496,8 +500,15 @@ def test_every_long_wait_is_in_the_trace_and_of_the_short_ones_the_first(hub: Hu
             channel.get()
     assert [event.name for event in trace.drain()] == ["put into c", "wait for c"]
     channel.get()
+
+    def put_later() -> None:
+        assert wait_until(lambda: waiters(hub) == 1)
+        time.sleep(0.1)
+        channel.put(1)
+
     for _ in range(2):
-        threading.Timer(0.1, lambda: channel.put(1)).start()
+        later = Background(put_later)
         channel.get()
+        assert later.result() is None
     waits = [event.end - event.start for event in trace.drain() if event.name == "wait for c"]
     assert len(waits) == 3 and min(waits[1:]) > 0.05

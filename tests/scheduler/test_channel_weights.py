@@ -1,9 +1,7 @@
 """Channels whose items have a weight: bounds of a batch, and who gets how much."""
 
-import time
-
 import pytest
-from ends import Background, make
+from ends import Background, make, wait_until, waiters
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,9 +21,9 @@ def test_a_batch_stays_within_its_weight(hub: Hub) -> None:
 def test_an_item_heavier_than_the_weight_comes_alone(hub: Hub) -> None:
     channel = make(hub)
     channel.put("heavy", weight=100)
-    assert channel.get(n=4, max_weight=8, timeout=5) == ["heavy"]
+    assert channel.get(n=4, max_weight=8) == ["heavy"]
     channel.put("heavy", weight=100)
-    assert channel.get(max_weight=8, timeout=5) == "heavy"
+    assert channel.get(max_weight=8) == "heavy"
 
 
 def test_a_batch_waits_until_it_is_full(hub: Hub) -> None:
@@ -33,11 +31,11 @@ def test_a_batch_waits_until_it_is_full(hub: Hub) -> None:
     consumer = Background(lambda: channel.get(n=3, max_weight=8))
     channel.put("a", weight=3)
     assert consumer.waits
-    channel.put("b", weight=5, timeout=5)
+    channel.put("b", weight=5)
     assert consumer.result() == ["a", "b"]
     consumer = Background(lambda: channel.get(n=2, max_weight=8))
     for item in "cd":
-        channel.put(item, timeout=5)
+        channel.put(item)
     assert consumer.result() == ["c", "d"]
 
 
@@ -63,13 +61,8 @@ def test_consumers_that_wait_are_balanced_by_weight(hub: Hub) -> None:
                 return
 
     consumers = {name: Background(lambda name=name: take(name)) for name in ("x", "y")}  # type: ignore[misc]
-    for weight in weights:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:  # until both wait for the next item
-            queue = hub._channels["c"].queues.get(None) if "c" in hub._channels else None
-            if queue and len(queue.getters) == 2:
-                break
-            time.sleep(0.002)
+    for taken, weight in enumerate(weights):
+        assert wait_until(lambda taken=taken: len(turns) == taken and waiters(hub) == 2)  # type: ignore[misc]
         channel.put(weight, weight=weight)
     channel.close()
     assert all(consumer.result() is None for consumer in consumers.values())
@@ -83,7 +76,7 @@ def test_a_consumer_that_comes_late_does_not_take_everything(hub: Hub) -> None:
     channel.put(0, weight=1000)
     channel.get(max_weight=1)
     late = Background(lambda: channel.get(max_weight=1))
-    assert late.waits
+    assert wait_until(lambda: waiters(hub) == 1)
     assert list(hub._channels["c"].taken.values()) == [1000, 1000]
     channel.close()
     late.result()
