@@ -2,8 +2,7 @@
 
 import os
 import pickle
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from scheduler.placement import GroupPlacement
 from scheduler.trace import Trace
 from scheduler.worker import WorkerGroup
 
-SOON = 30.0  # a bound for "does not hang" on a busy machine
+SOON = 60.0  # a bound for "does not hang" on a busy machine
 A, B, C = (Holder(name, "here", pid) for pid, name in enumerate("abc"))
 
 
@@ -216,6 +215,16 @@ def take(lock: DeviceLock, *devices: int) -> None:
         pass
 
 
+def once_one_waits(hub: Hub, work: Callable[[], None]) -> Background:
+    """Work in another thread, as soon as somebody waits for devices."""
+
+    def run() -> None:
+        assert wait_until(lambda: bool(hub._leases._waiting))
+        work()
+
+    return Background(run)
+
+
 class Child:
     """A forked process that leases devices under a name and keeps them until it is told to end, or killed."""
 
@@ -324,10 +333,11 @@ def test_a_lease_ends_with_an_exception(lock: DeviceLock) -> None:
 def test_a_failed_run_refuses_who_waits_and_who_comes(hub: Hub, lock: DeviceLock) -> None:
     child = Child(lock, "env[0]", 0)
     assert child.has_it()
-    threading.Timer(0.2, lambda: fail_all(hub.endpoint.local, ValueError("broken"), for_good=True)).start()
+    failing = once_one_waits(hub, lambda: fail_all(hub.endpoint.local, ValueError("broken"), for_good=True))
     for _ in range(2):
         with pytest.raises(ValueError, match="broken"), lock.lease([0], timeout=SOON):
             pass
+    assert failing.result() is None
     child.end()
 
 
@@ -336,9 +346,10 @@ def test_closing_the_hub_refuses_who_waits() -> None:
     lock = DeviceLock(hub.endpoint)
     child = Child(lock, "env[0]", 0)
     assert child.has_it()
-    threading.Timer(0.2, hub.close).start()
+    closing = once_one_waits(hub, hub.close)
     with pytest.raises(HubLost, match="has been closed"), lock.lease([0], timeout=SOON):
         pass
+    assert closing.result() is None
     child.kill()
 
 
