@@ -45,8 +45,12 @@ class Probe(Worker):
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def fail(self, text: str, after: float = 0.0) -> None:
+    def wait_for(self, path: Path | None) -> None:
+        assert path is None or wait_until(path.exists)
+
+    def fail(self, text: str, after: float = 0.0, once: Path | None = None) -> None:
         time.sleep(after)
+        self.wait_for(once)
         raise ValueError(text)
 
     def fail_on_rank(self, rank: int, channel: Channel) -> Any:
