@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,16 +22,19 @@ from scheduler.placement import GroupPlacement, PlacementError
 from scheduler.shared_memory import remove_orphans
 
 HERE = str(Path(__file__).parent)
-SOON = 60.0  # a bound for "does not hang" on a busy machine
+SOON = 120.0  # a bound for "does not hang" on a busy machine
 
 DRIVER = """
 import os, signal, sys, time
 from dataclasses import dataclass
 import numpy as np
+from scheduler import cluster as clusters
 from scheduler.cluster import Cluster
 from scheduler.placement import GroupPlacement
 from scheduler.worker import Worker, WorkerFailed
 from probes import Probe
+
+clusters.END_S = 60.0
 
 @dataclass
 class Message:
@@ -44,7 +48,7 @@ class Mine(Worker):
 
 def ready(cluster, group):
     channel = cluster.channel("arrays", producers=group)
-    group.put_array(channel).wait(30)
+    group.put_array(channel).wait(60)
     held = channel.get()
     channel.put(np.zeros(40000))
     print("ready", flush=True)
@@ -68,6 +72,7 @@ class Driver:
         command = [sys.executable, "-c", DRIVER + script]
         self.process = subprocess.Popen(
             command,
+            stdin=subprocess.PIPE,
             stdout=self.output,
             stderr=subprocess.STDOUT,
             env=env,
@@ -79,7 +84,7 @@ class Driver:
 
     def wait_ready(self) -> list[psutil.Process]:
         """Wait for the script's "ready"; returns its processes."""
-        wait_until(lambda: "ready" in self.text() or self.process.poll() is not None)
+        wait_until(lambda: "ready" in self.text() or self.process.poll() is not None, SOON)
         assert "ready" in self.text(), self.text()
         return psutil.Process(self.process.pid).children(recursive=True)
 
@@ -90,8 +95,14 @@ class Driver:
         ]
 
 
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+def alive(processes: list[psutil.Process]) -> dict[psutil.Process, str]:
+    """Those that have not ended, and the names they have now."""
+    found = {}
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # it ends while it is asked
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found[process] = process.name()
+    return found
 
 
 SCRIPTS = {
@@ -114,12 +125,13 @@ probe = cluster.start("probe", Probe, GroupPlacement("probe", ((1,),)))
 source, target = cluster.channel("source", consumers=mine), cluster.channel("target", producers=mine)
 handle = mine.answer(source, target)
 source.put(Message(np.ones(40000)))
-message = target.get(timeout=30)
+message = target.get(timeout=60)
 assert type(message) is Message and (message.array == 2).all()
-handle.wait(30)
+handle.wait(60)
 ready(cluster, probe)
+sys.stdin.read()
 try:
-    probe.end_process(after=0.2).wait(30)
+    probe.end_process(after=0.2).wait(60)
 except WorkerFailed as failure:
     print(str(failure).splitlines()[0])
 time.sleep(1)
@@ -140,10 +152,11 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Driv
 def test_a_script_that_just_ends_leaves_nothing_and_prints_only_its_own(drivers: dict[str, Driver]) -> None:
     driver = drivers["plain"]
     processes = driver.wait_ready()
+    driver.process.stdin.close()  # type: ignore[union-attr]
     assert driver.process.wait(SOON) == 0, driver.text()
     first_cause = "probe[0] died: its process ended (killed, out of memory or crashed)"
     assert driver.text().splitlines() == ["ready", first_cause]
-    assert wait_until(lambda: not alive(processes)), alive(processes)
+    assert wait_until(lambda: not alive(processes), SOON), alive(processes)
     assert not driver.shared_memory(processes)
 
 
@@ -153,7 +166,7 @@ def test_an_interrupted_driver_leaves_nothing(drivers: dict[str, Driver]) -> Non
     driver.process.send_signal(signal.SIGINT)
     assert driver.process.wait(SOON) != 0
     assert "KeyboardInterrupt" in driver.text()
-    assert wait_until(lambda: not alive(processes)), alive(processes)
+    assert wait_until(lambda: not alive(processes), SOON), alive(processes)
     assert not driver.shared_memory(processes)
 
 
@@ -192,15 +205,18 @@ def test_a_killed_driver_takes_its_processes_along_and_its_memory_is_removed_by_
 ) -> None:
     driver = drivers["killed"]
     processes = driver.wait_ready()
-    assert any("Probe" in process.name() for process in processes)
-    agents = [process for process in processes if process.name().endswith("Agent")]  # Ray's own, they take a minute
-    others = [process for process in processes if process not in agents]
+    assert any("Probe" in name for name in alive(processes).values())
     assert driver.shared_memory(processes)
     driver.process.kill()
     driver.process.wait(SOON)
-    assert wait_until(lambda: not alive(others)), alive(others)
-    for agent in alive(agents):
-        agent.kill()
+
+    def others() -> dict[psutil.Process, str]:  # than the agents, Ray's own, which take a minute
+        return {process: name for process, name in alive(processes).items() if not name.endswith("Agent")}
+
+    assert wait_until(lambda: not others(), SOON), others()
+    for agent in alive(processes):
+        with suppress(psutil.NoSuchProcess):
+            agent.kill()
 
     def is_removed() -> bool:  # by the next of any run on this machine, once what was killed is gone
         remove_orphans()
