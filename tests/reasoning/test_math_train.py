@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,13 @@ def killed_after(directory: Path, step: int, *options: str) -> None:
     said, metrics, deadline = directory.with_suffix(".txt"), directory / "metrics.jsonl", time.monotonic() + 240
     with said.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+    has_ended = False
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step + 1:  # the first line is of iteration 0
-        assert process.poll() is None and time.monotonic() < deadline, said.read_text()
+        assert not has_ended and time.monotonic() < deadline, said.read_text()
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
+        has_ended = process.poll() is not None
+    with suppress(ProcessLookupError):  # it has just ended
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
