@@ -3,15 +3,19 @@
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from ends import wait_until
 
 from scheduler.stage import Link, Output
 from scheduler.worker import Worker
 
 
 def spin(seconds: float) -> None:
-    end = time.process_time() + seconds
-    while time.process_time() < end:
+    """Of this thread alone: what Ray's threads do meanwhile is no part of the work."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
         pass
 
 
@@ -28,11 +32,11 @@ class Maker(Worker):
         spin(seconds * len(numbers))
         return self.double(numbers)
 
-    def one_by_one(self, numbers: list[int], seconds: float = 0.0) -> Iterator[tuple[int, int]]:
-        """The last first."""
+    def one_by_one(self, numbers: list[int], taken: Path) -> Iterator[tuple[int, int]]:
+        """The last first, and each once the one before has been taken."""
         for position in reversed(range(len(numbers))):
-            time.sleep(seconds)
             yield position, 2 * numbers[position]
+            assert wait_until((taken / str(2 * numbers[position])).exists)
 
     def odd(self, numbers: list[int]) -> list[int | None]:
         return [number if number % 2 else None for number in numbers]
@@ -69,10 +73,13 @@ class Heavy(Maker):
 
 
 class Taker(Worker):
-    """Takes what comes, with the time at which it came."""
+    """Takes what comes."""
 
-    def take(self, numbers: list[int]) -> list[tuple[int, int, float]]:
-        return [(number, self.rank, time.monotonic()) for number in numbers]
+    def take(self, numbers: list[int], taken: Path) -> list[int]:
+        """Leaves a file for each."""
+        for number in numbers:
+            (taken / str(number)).touch()
+        return numbers
 
     def slowly(self, numbers: list[int], seconds: float = 0.0) -> list[int]:
         spin(seconds * len(numbers))

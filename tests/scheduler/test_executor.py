@@ -27,7 +27,7 @@ Crew = Callable[..., list[WorkerGroup]]
 def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # where workers find the crew
-        with Cluster(cpu_slots=2, timeout_s=30) as started:
+        with Cluster(cpu_slots=2, timeout_s=60) as started:
             yield started
 
 
@@ -77,14 +77,13 @@ def test_every_item_arrives_once_and_in_order(crew: Crew, places: tuple[str, str
     assert sum(maker.count().result()) == 30
 
 
-def test_a_generator_passes_items_on_before_it_is_done(crew: Crew) -> None:
+def test_a_generator_passes_items_on_before_it_is_done(crew: Crew, tmp_path: Path) -> None:
     maker, taker = crew(maker=(Maker, "0"), taker=(Taker, "1"))
     flow = Flow("elastic")
     flow.stage(taker.take, flow.stage(maker.one_by_one, flow.source("numbers"), granularity=5))
-    done = Executor(flow, items=5).iterate({"numbers": range(5)}, {"maker.one_by_one": (0.1,)})
-    taken = done.outputs["taker.take"]
-    assert [number for number, *_ in taken] == [0, 2, 4, 6, 8]
-    assert taken[0][2] - taken[4][2] > 0.3, "the first to be finished was the last item, four tenths before the first"
+    arguments = {"maker.one_by_one": (tmp_path,), "taker.take": (tmp_path,)}
+    done = Executor(flow, items=5).iterate({"numbers": range(5)}, arguments)
+    assert done.outputs["taker.take"] == [0, 2, 4, 6, 8]
 
 
 def test_none_drops_an_item_and_inputs_are_matched_by_number(crew: Crew) -> None:
@@ -186,21 +185,21 @@ def test_stages_on_the_same_devices_take_turns(crew: Crew) -> None:
 def test_calls_are_measured(crew: Crew) -> None:
     maker, taker = crew(maker=(Maker, "all"), taker=(Taker, "1"))
     flow = chain(maker, taker, "slowly", "measured")
-    executor = Executor(flow, items=8)
+    executor = Executor(flow, items=12)
     executor.cut({}, {"maker.slowly": 4})
-    done = executor.iterate({"numbers": range(8)}, {"maker.slowly": (0.01,)})
+    done = executor.iterate({"numbers": range(12)}, {"maker.slowly": (0.05,)})  # three calls
     samples = {sample.stage: sample for sample in done.samples}
     made = samples["maker.slowly"]
     assert (made.items, made.devices) == (4, 2)
-    assert 0.04 <= made.seconds < 0.06, "the time it would have taken alone, however busy the machine is"
+    assert 0.2 <= made.seconds < 0.3, "the time it would have taken alone, however busy the machine is"
     assert 0.4 < made.busy < 0.6, "one thread on two cores"
-    assert (samples["taker.gather"].items, samples["taker.gather"].devices) == (8, 1)
+    assert (samples["taker.gather"].items, samples["taker.gather"].devices) == (12, 1)
     assert made.memory_bytes > 10 * 2**20
 
 
 def test_a_dead_worker_ends_the_iteration_with_its_name(cluster: Cluster) -> None:
     placed = parse_placement("maker: 0; taker: 1", 2, ["maker", "taker"])
-    with Cluster(cpu_slots=2, timeout_s=30) as own:  # a run does not go on after a death
+    with Cluster(cpu_slots=2, timeout_s=60) as own:  # a run does not go on after a death
         maker, taker = own.start("maker", Maker, placed["maker"]), own.start("taker", Taker, placed["taker"])
         executor = Executor(chain(maker, taker, "slowly", "dying"), items=1)
         threading.Timer(0.5, os.kill, (maker.locations[0].pid, signal.SIGKILL)).start()
