@@ -19,7 +19,7 @@ from scheduler.plan import Plan, make_plan
 from scheduler.profile import Profile, Sample
 from scheduler.worker import WorkerGroup
 
-ARGUMENTS: dict[str, tuple[Any, ...]] = {"maker.slowly": (0.02,), "taker.slowly": (0.02,)}
+ARGUMENTS: dict[str, tuple[Any, ...]] = {"maker.slowly": (0.05,), "taker.slowly": (0.05,)}
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +58,15 @@ def test_a_flow_is_measured_planned_and_moved_where_that_pays(groups: tuple[Work
     first, moved = schedule.changes[:2]
     assert first.plan.placement == {"maker": (0, 1), "taker": (0, 1)}
     assert moved.plan.placement in ({"maker": (0,), "taker": (1,)}, {"maker": (1,), "taker": (0,)})
-    assert "moving" in moved.reason and moved.plan.predicted_s < 0.75 * first.plan.predicted_s
-    assert moved.plan.predicted_s == pytest.approx(0.18, rel=0.2), "both at work at once"
+    assert "moving" in moved.reason and moved.plan.root.seconds < 0.75 * first.plan.root.seconds
+    assert moved.plan.root.seconds == pytest.approx(0.45, rel=0.2), "both at work at once"
     assert sum(groups[0].count().result()) == 7 * 8, "its state went with it"
 
 
 def test_no_move_for_what_is_left_of_a_short_run(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     schedule = Schedule(Executor(two_stages(groups), items=8), Profile())
+    for group in groups:
+        group.start_s = 60.0  # more than any iteration takes, however busy the machine is
     for left in range(6, 0, -1):
         schedule.iterate({"numbers": range(8)}, ARGUMENTS, left=left)
     assert len(schedule.changes) == 1
@@ -74,9 +76,10 @@ def test_no_move_for_what_is_left_of_a_short_run(groups: tuple[WorkerGroup, Work
 def test_a_fixed_placement_stays(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     schedule = Schedule(Executor(two_stages(groups), items=8), Profile(), fixed=True)
     for _ in range(6):
+        overhead_s = schedule.profile.overhead_s
         _, metrics = schedule.iterate({"numbers": range(8)}, ARGUMENTS)
     assert schedule.executor.placement == {"maker": (0, 1), "taker": (0, 1)}
-    assert metrics["schedule/predicted_s"] == pytest.approx(0.32, rel=0.1)
+    assert metrics["schedule/predicted_s"] - overhead_s == pytest.approx(0.8, rel=0.1)
 
 
 def test_a_known_profile_needs_no_trials_and_a_measured_plan_is_judged_by_its_time(
