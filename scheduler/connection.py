@@ -20,7 +20,7 @@ import zmq
 from scheduler.trace import Trace
 
 Frames = list[Any]  # bytes, or memoryviews of what is large
-HUB_S = 10.0  # how long the hub may take to answer what it need not wait for
+HUB_S = 60.0  # how long the hub may take to answer what it need not wait for: its driver may be stopped for a while
 SILENCE_S = 60.0  # how long it may be silent, because the driver was stopped for example, while somebody waits
 CHECK_S = 1.0  # who waits asks so often whether the hub is there
 GREETING = b"hello"
