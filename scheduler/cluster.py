@@ -25,7 +25,8 @@ from scheduler.hub import Hub
 from scheduler.placement import GroupPlacement, PlacementError
 from scheduler.shared_memory import remove_orphans
 from scheduler.transport import Location
-from scheduler.worker import Context, Handle, Watch, Worker, WorkerFailed, WorkerGroup, _Host, wait_all, with_rank
+from scheduler.worker import Context, Handle, Watch, Worker, WorkerFailed, WorkerGroup, wait_all
+from scheduler.worker_process import WorkerProcess
 
 Kind = Literal["cpu", "gpu"]
 END_S = 5.0  # how long workers may take to shut down before they are killed
@@ -114,8 +115,8 @@ class Cluster:
             if any(device.node != node for device in devices):
                 raise PlacementError(f"{name}[{rank}] would span several nodes: devices {list(indices)}")
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-            own = with_rank(context, rank, tuple(indices), tuple(device.local for device in devices), node)
-            named: Any = ray.remote(type(worker_class.__name__, (_Host,), {}))  # the name that `ps` shows
+            own = context.of_rank(rank, tuple(indices), tuple(device.local for device in devices), node)
+            named: Any = ray.remote(type(worker_class.__name__, (WorkerProcess,), {}))  # the name that `ps` shows
             actor_class = named.options(num_cpus=0, scheduling_strategy=strategy, max_restarts=0)
             actors.append(actor_class.remote(worker_class, own, args, kwargs))
         group = WorkerGroup(name, worker_class, actors, self.hub.endpoint.local, placement, (args, kwargs))

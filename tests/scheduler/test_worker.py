@@ -18,7 +18,8 @@ from probes import Probe
 from scheduler.channel import Channel
 from scheduler.cluster import Cluster
 from scheduler.placement import GroupPlacement
-from scheduler.worker import Handle, WorkerDied, WorkerFailed, WorkerGroup, _visible_gpus, wait_all
+from scheduler.worker import Handle, WorkerDied, WorkerFailed, WorkerGroup, wait_all
+from scheduler.worker_process import visible_gpus
 
 SOON = 60.0  # a bound for "does not hang" on a busy machine
 
@@ -104,10 +105,10 @@ def test_a_worker_runs_on_the_core_of_its_slot(group: WorkerGroup) -> None:
 
 def test_a_ranks_own_gpus_come_first_among_those_the_process_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-1f2e,7")
-    assert _visible_gpus((1, 2)) == "GPU-1f2e,7,4"
+    assert visible_gpus((1, 2)) == "GPU-1f2e,7,4"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr("scheduler.worker.local_device_count", lambda: (4, "gpu"))
-    assert _visible_gpus((2,)) == "2,0,1,3"
+    monkeypatch.setattr("scheduler.worker_process.local_device_count", lambda: (4, "gpu"))
+    assert visible_gpus((2,)) == "2,0,1,3"
 
 
 def test_workers_send_to_each_other_by_name(group: WorkerGroup) -> None:
