@@ -180,12 +180,15 @@ def test_who_waits_learns_that_the_driver_was_killed(monkeypatch: pytest.MonkeyP
     if driver == 0:
         os.write(write, Hub("here").endpoint.local.encode())
         signal.pause()
-    channel = Channel("images", Endpoint(os.read(read, 1000).decode(), None, "here"), timeout_s=SOON)
-    channel.put(1)
-    assert channel.get() == 1
-    monkeypatch.setattr(connection, "SILENCE_S", 1.0)
-    monkeypatch.setattr(connection, "CHECK_S", 0.1)
-    threading.Timer(0.2, os.kill, (driver, signal.SIGKILL)).start()
+    killing = threading.Timer(0.2, os.kill, (driver, signal.SIGKILL))
+    try:
+        channel = Channel("images", Endpoint(os.read(read, 1000).decode(), None, "here"), timeout_s=SOON)
+        channel.put(1)
+        assert channel.get() == 1
+        monkeypatch.setattr(connection, "SILENCE_S", 1.0)
+        monkeypatch.setattr(connection, "CHECK_S", 0.1)
+    finally:
+        killing.start()
     with pytest.raises(HubLost, match="has the driver ended"):
         channel.get()
     os.waitpid(driver, 0)

@@ -4,7 +4,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from ends import Background, wait_until
@@ -228,6 +228,8 @@ def once_one_waits(hub: Hub, work: Callable[[], None]) -> Background:
 class Child:
     """A forked process that leases devices under a name and keeps them until it is told to end, or killed."""
 
+    left: ClassVar[set[int]] = set()  # processes of a test that fails, which would keep its output open
+
     def __init__(self, lock: DeviceLock, name: str, *devices: int) -> None:
         self.told, tell = os.pipe()
         told, self.tell = os.pipe()
@@ -240,17 +242,30 @@ class Child:
                     os.read(told, 1)
             finally:
                 os._exit(0)
+        self.left.add(self.pid)
 
     def has_it(self) -> bool:
         return os.read(self.told, 1) == b"."
 
     def end(self) -> None:
         os.write(self.tell, b".")
-        os.waitpid(self.pid, 0)
+        self._wait()
 
     def kill(self) -> None:
         os.kill(self.pid, 9)
+        self._wait()
+
+    def _wait(self) -> None:
         os.waitpid(self.pid, 0)
+        self.left.remove(self.pid)
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left() -> Iterator[None]:
+    yield
+    while Child.left:
+        os.kill(pid := Child.left.pop(), 9)
+        os.waitpid(pid, 0)
 
 
 def test_a_lease_waits_for_the_one_before(lock: DeviceLock) -> None:
