@@ -185,15 +185,15 @@ def test_stages_on_the_same_devices_take_turns(crew: Crew) -> None:
 def test_calls_are_measured(crew: Crew) -> None:
     maker, taker = crew(maker=(Maker, "all"), taker=(Taker, "1"))
     flow = chain(maker, taker, "slowly", "measured")
-    executor = Executor(flow, items=12)
+    executor = Executor(flow, items=28)
     executor.cut({}, {"maker.slowly": 4})
-    done = executor.iterate({"numbers": range(12)}, {"maker.slowly": (0.05,)})  # three calls
+    done = executor.iterate({"numbers": range(28)}, {"maker.slowly": (0.05,)})  # seven calls: their mean
     samples = {sample.stage: sample for sample in done.samples}
     made = samples["maker.slowly"]
     assert (made.items, made.devices) == (4, 2)
     assert 0.2 <= made.seconds < 0.3, "the time it would have taken alone, however busy the machine is"
     assert 0.4 < made.busy < 0.6, "one thread on two cores"
-    assert (samples["taker.gather"].items, samples["taker.gather"].devices) == (12, 1)
+    assert (samples["taker.gather"].items, samples["taker.gather"].devices) == (28, 1)
     assert made.memory_bytes > 10 * 2**20
 
 
