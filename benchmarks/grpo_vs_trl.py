@@ -33,11 +33,8 @@ from typing import Any
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import psutil
 import torch
-from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from transformers.utils import logging as transformers_logging
-from trl import GRPOConfig, GRPOTrainer
-from trl import __version__ as trl_version
 
 from embodied_rl.sums import Sums
 from reasoning.actor import LanguageActor
@@ -47,6 +44,13 @@ from reasoning.models import LanguageModel
 from reasoning.samples import Completion, Group, Prompt
 from reasoning.team import MathTeam
 from scheduler.cluster import Cluster
+
+try:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+    from trl import __version__ as trl_version
+except ImportError as error:
+    raise SystemExit(f"{__doc__}\n{error}: install TRL by the first of the two commands above") from None
 
 PROMPTS, GROUP, THREADS, LR = 8, 8, 2, 1e-6
 PLACEMENT = "sampler, judge, actor: all"
