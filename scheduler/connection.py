@@ -20,9 +20,8 @@ import zmq
 from scheduler.trace import Trace
 
 Frames = list[Any]  # bytes, or memoryviews of what is large
-HUB_S = 60.0  # how long the hub may take to answer what it need not wait for: its driver may be stopped for a while
-SILENCE_S = 60.0  # how long it may be silent, because the driver was stopped for example, while somebody waits
-CHECK_S = 1.0  # who waits asks so often whether the hub is there
+SILENCE_S = 60.0  # how long the hub may be silent, because the driver was stopped for example
+CHECK_S = 1.0  # who waits asks so often whether it is there
 GREETING = b"hello"
 
 
@@ -79,19 +78,21 @@ class Client:
         self._name, self._unanswered = b"", 0
         self._greet()
 
-    def request(self, frames: list, timeout: float = HUB_S, cancel: list | None = None) -> Frames:
+    def request(self, frames: list, timeout: float | None = None, cancel: list | None = None) -> Frames:
         """Send and wait for the answer; after the time limit, seconds, the request is withdrawn by `cancel`.
+
+        Without a limit it is something that the hub need not wait for: it only has to be there.
 
         Raises HubLost if the hub does not answer, or the connection breaks: what was on its way is lost then.
         """
         try:
             number = self._send(frames)
-            answer = self._receive([number], timeout)
+            answer = self._receive([number], SILENCE_S if timeout is None else timeout)
             if answer is None and cancel is not None:
                 withdrawal = self._send([*cancel, number])
-                answer = self._receive([number, withdrawal], HUB_S)  # the answer may have been on its way
+                answer = self._receive([number, withdrawal], SILENCE_S)  # the answer may have been on its way
             if answer is None:
-                raise HubLost(f"the hub has not answered for {HUB_S:g} s; has the driver ended?")
+                raise HubLost(f"the hub has not answered for {SILENCE_S:g} s; has the driver ended?")
             return answer[1:]
         except BaseException:  # the hub must not deliver to a request that nobody waits for any more
             self.close()

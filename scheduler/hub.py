@@ -19,7 +19,7 @@ import msgpack
 import zmq
 
 from scheduler import transport
-from scheduler.connection import GREETING, HUB_S, Endpoint, Frames, connect, dump_error, receive
+from scheduler.connection import GREETING, SILENCE_S, Endpoint, Frames, connect, dump_error, receive
 from scheduler.device_lock import Holder, LeaseTable, Request
 
 Ticket = tuple[bytes, bytes]  # the client that asks, and the number of its request
@@ -114,7 +114,7 @@ class Hub:
         if self._thread.is_alive():
             connect(self.endpoint.local).request([b"stop"])
             connect(self.endpoint.local).close()
-            self._thread.join(HUB_S)
+            self._thread.join(SILENCE_S)
             for descriptor in self._processes:
                 os.close(descriptor)
             self._router.close()

@@ -1,11 +1,13 @@
 """Checks against the machine: simulator, env, assets, rendering, run directory, resuming."""
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from embodied_rl import run_faults
 from embodied_rl.checkpoint import save_checkpoint
 from embodied_rl.config import Config
 from embodied_rl.faults import Fault
@@ -185,6 +187,23 @@ def test_a_run_that_died_before_its_first_checkpoint_can_be_resumed(run_dir: Pat
     run_dir.mkdir(parents=True)
     (run_dir / "config.yaml").touch()
     assert check(config(), run_dir, resume=True) == {}
+
+
+def test_a_checkpoint_that_a_going_run_removes_meanwhile_is_a_fault(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run_dir, config())
+    find = run_faults.latest_checkpoint
+
+    def find_as_it_goes(run_dir: Path) -> tuple[Path | None, list[str]]:
+        path, warnings = find(run_dir)
+        assert path is not None
+        shutil.rmtree(path)
+        return path, warnings
+
+    monkeypatch.setattr(run_faults, "latest_checkpoint", find_as_it_goes)
+    fault = check(config(), run_dir, resume=True)["--resume"]
+    assert (fault.problem, fault.hint) == ("no such directory", "is the run still going on?")
 
 
 def test_damaged_and_foreign_checkpoints_are_named(run_dir: Path) -> None:

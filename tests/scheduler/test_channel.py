@@ -416,7 +416,7 @@ def test_closing_the_hub_frees_the_memory_of_what_nobody_took(arena: Arena) -> N
 
 
 def test_without_a_hub_a_wait_ends_and_says_so(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HUB_S", 0.2)
+    monkeypatch.setattr(connection, "SILENCE_S", 0.2)
     channel = Channel("c", Endpoint(f"ipc://{hub._directory.name}/nobody", None, "here"), timeout_s=0.2)
     with pytest.raises(HubLost, match="the hub has not answered"):
         channel.get()
